@@ -116,7 +116,7 @@ recorded-runs: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 images: $(STAMPS)/train
 	PYTHON=$(BIN)/python timeout -k 90 5400 docker/try-images
 
-# PYTHON has torch with CUDA; ARGS='--out FOLDER': where the table and the log go.
+# PYTHON has torch with CUDA; ARGS='--out DIRECTORY': where the table and the log go.
 gpu-check:
 	$(PYTHON) -m tests.gpu.check $(ARGS)
 

@@ -1,7 +1,7 @@
 """Training for PyTorch on clusters that run Horovod and MPI.
 
 In a notebook or a script, `hvdtrain.run(...)` starts a run and waits for its end, and
-`hvdtrain.Run(folder)` reads a run. Modules are imported on first use.
+`hvdtrain.Run(directory)` reads a run. Modules are imported on first use.
 """
 
 from __future__ import annotations

@@ -214,8 +214,8 @@ def build_parser(task_class: type) -> ArgumentParser:
 
 def presets() -> dict[str, Path]:
     """Return name -> file of the presets in the package."""
-    folder = Path(str(resources.files("hvdtrain") / "presets"))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    directory = Path(str(resources.files("hvdtrain") / "presets"))
+    return {path.stem: path for path in sorted(directory.glob("*.yaml"))}
 
 
 def _config_files_first(argv: Sequence[str]) -> list[str]:

@@ -31,18 +31,18 @@ def pages() -> list[tuple[str, str]]:
     return [(title, str(path.relative_to(REPOSITORY))) for title, path in found]
 
 
-def stage(folder: Path, paths: list[str]) -> None:
+def stage(directory: Path, paths: list[str]) -> None:
     """Copies the pages, and what they show, to where they lie in the repository."""
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
     shown = [
         *(REPOSITORY / "docs/images").iterdir(),
         REPOSITORY / "docker/prometheus/rules/alerts.yml",
         REPOSITORY / "docs/notebook.ipynb",
     ]
     for path in [*paths, *(str(file.relative_to(REPOSITORY)) for file in shown)]:
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPOSITORY / path, folder / path)
-    shutil.copy(HERE / "api.md", folder / API)
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / path, directory / path)
+    shutil.copy(HERE / "api.md", directory / API)
 
 
 def configuration(source: Path, site: Path) -> dict[str, Any]:

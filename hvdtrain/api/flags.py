@@ -104,14 +104,14 @@ def run_directory(task: str, config: Mapping[str, Any]) -> Path:
 def _new_directory(root: Path, name: str) -> Path:
     """Create a new directory. Several runs may start in one second and share `name`."""
     for number in itertools.count(1):
-        folder = root / (name if number == 1 else f"{name}-{number}")
+        directory = root / (name if number == 1 else f"{name}-{number}")
         try:
-            folder.mkdir(parents=True)
+            directory.mkdir(parents=True)
         except FileExistsError:
             continue
         except OSError:
             pass  # the run reports the error
-        return folder
+        return directory
     raise AssertionError("numbers do not end")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,23 +23,31 @@ class Run:
     """The files of one run. Each property reads its file again, as the run may still be active.
 
     Args:
-        folder: RUN/, or a copy of it.
+        directory: RUN/, or a copy of it.
 
     Attributes:
-        folder: the absolute path of `folder`.
+        directory: the absolute path of `directory`.
 
     Raises:
-        UserError: `folder` is not a run directory. Properties raise it if a file is damaged.
+        UserError: `directory` is not a run directory. Properties raise it if a file is damaged.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder).absolute()
-        self._files = RunDirectory(self.folder)
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory).absolute()
+        self._files = RunDirectory(self.directory)
         if not self._files.config.is_file():
-            raise UserError(f"{folder} is not a run directory: it has no config.yaml")
+            raise UserError(f"{directory} is not a run directory: it has no config.yaml")
 
     def __repr__(self) -> str:
-        return f"Run({str(self.folder)!r})"
+        return f"Run({str(self.directory)!r})"
+
+    @property
+    def folder(self) -> Path:
+        """Deprecated name of `directory`."""
+        warnings.warn(
+            "Run.folder is deprecated, use Run.directory", DeprecationWarning, stacklevel=2
+        )
+        return self.directory
 
     @property
     def config(self) -> dict[str, Any]:
@@ -93,8 +102,8 @@ class Run:
     @property
     def checkpoints(self) -> dict[int, Path]:
         """Complete checkpoints: step -> directory, oldest first."""
-        folders = finished(self._files.checkpoints)
-        return {int(folder.name.removeprefix("step_")): folder for folder in folders}
+        directories = finished(self._files.checkpoints)
+        return {int(directory.name.removeprefix("step_")): directory for directory in directories}
 
     def model(self) -> nn.Module:
         """The task's model with the weights of the newest complete checkpoint, on the CPU, in eval
@@ -108,7 +117,7 @@ class Run:
         """
         from hvdtrain.api.model import load_model
 
-        return load_model(self.folder)
+        return load_model(self.directory)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,15 +37,25 @@ class RunResult:
     """Result of a run.
 
     Args:
-        folder: RUN/, absolute; `hvdtrain.Run` reads it
+        directory: RUN/, absolute; `hvdtrain.Run` reads it
         metrics: the newest value of each metric of metrics.jsonl by name, such as "loss" and
             "validation_loss"; empty if no step was logged
         exit_code: 0 finished, 1 crashed, 3 the loss stayed non-finite, 75 asked to stop
     """
 
-    folder: Path
+    directory: Path
     metrics: dict[str, Any]
     exit_code: int
+
+    @property
+    def folder(self) -> Path:
+        """Deprecated name of `directory`."""
+        warnings.warn(
+            "RunResult.folder is deprecated, use RunResult.directory",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.directory
 
 
 def run(
@@ -75,8 +86,13 @@ def run(
     np = operator.index(np)
     _require(max_restarts >= 0, f"max_restarts must be >= 0, not {max_restarts}")
     named, keys = task_flag(task), config or {}
-    folder = run_directory(named, keys)
-    flags = [named, *config_flags(keys), f"--run.root={folder.parent}", f"--run.id={folder.name}"]
+    directory = run_directory(named, keys)
+    flags = [
+        named,
+        *config_flags(keys),
+        f"--run.root={directory.parent}",
+        f"--run.id={directory.name}",
+    ]
     where = ["--hosts", hosts or f"localhost:{np}", "--min-np", str(np), "--max-np", str(np)]
     launch = ["launch", *where, "--max-restarts", str(max_restarts), "--"]
     more = _environment(import_directory(named))
@@ -88,10 +104,10 @@ def run(
     last_lines = launcher.last_lines()
     if code == EXIT_USER:
         with suppress(OSError):
-            folder.rmdir()  # only if it is empty: the run has not begun
+            directory.rmdir()  # only if it is empty: the run has not begun
         raise UserError(_reason(last_lines))
-    newest = Run(folder).newest() if (folder / "config.yaml").exists() else {}
-    return RunResult(folder, newest, code)
+    newest = Run(directory).newest() if (directory / "config.yaml").exists() else {}
+    return RunResult(directory, newest, code)
 
 
 def _check_place() -> None:
@@ -103,11 +119,11 @@ def _check_place() -> None:
     )
 
 
-def _environment(folder: Path | None) -> list[str]:
+def _environment(directory: Path | None) -> list[str]:
     """NAME=VALUE words that the launcher and the ranks get in addition to this environment."""
     words = [f"{_STARTED}=hvdtrain.run"]
-    if folder is not None:
-        path = filter(None, (str(folder), os.environ.get("PYTHONPATH")))
+    if directory is not None:
+        path = filter(None, (str(directory), os.environ.get("PYTHONPATH")))
         words.append(f"PYTHONPATH={os.pathsep.join(path)}")
     return words
 

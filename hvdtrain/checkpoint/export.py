@@ -125,7 +125,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 def _check_free(out: Path) -> None:
     if out.exists():
-        raise UserError(f"--out {out} exists already; name a folder that does not")
+        raise UserError(f"--out {out} exists already; name a directory that does not")
 
 
 def _write_weights(path: Path, weights: Path | Mapping[str, Any]) -> None:

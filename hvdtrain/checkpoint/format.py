@@ -49,13 +49,13 @@ class SharedDirectory:
     """A checkpoint that several ranks write into one directory, each rank its own files.
 
     Args:
-        folder: hidden name of the directory, chosen by rank 0.
+        directory: hidden name of the directory, chosen by rank 0.
         others: the files of the other ranks, without suffix; rank 0 waits for them.
         given_up: set when waiting is pointless: a rank may be gone, or has failed.
         failures: why other ranks could not write their files, as far as they have reported it.
     """
 
-    folder: str
+    directory: str
     others: tuple[str, ...] = ()
     given_up: Event = field(default_factory=Event)
     failures: list[str] = field(default_factory=list)
@@ -70,14 +70,14 @@ class Checkpoint:
             saves for itself is named by `file_of_rank`.
         state: anything JSON can hold; "step" (int) is required
         shared: None if rank 0 writes the checkpoint alone.
-        folder: directory from which it was read.
+        directory: directory from which it was read.
         positions: for each of `parts` with shards of larger tensors, the position of each shard.
     """
 
     parts: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
     shared: SharedDirectory | None = None
-    folder: Path | None = None
+    directory: Path | None = None
     positions: dict[str, dict[str, ShardPosition]] = field(default_factory=dict)
 
 
@@ -96,7 +96,7 @@ def write(root: Path, checkpoint: Checkpoint, confirm: Callable[[], None] = lamb
     root.mkdir(parents=True, exist_ok=True)
     final = root / directory_name(checkpoint.state["step"])
     shared = checkpoint.shared
-    hidden = hidden_name(final) if shared is None else root / shared.folder
+    hidden = hidden_name(final) if shared is None else root / shared.directory
     hidden.mkdir(exist_ok=shared is not None)
     try:
         _write_files(hidden, checkpoint)
@@ -114,25 +114,25 @@ def write(root: Path, checkpoint: Checkpoint, confirm: Callable[[], None] = lamb
     return final
 
 
-def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
-    sums = _write_parts(folder, checkpoint)
+def _write_files(directory: Path, checkpoint: Checkpoint) -> None:
+    sums = _write_parts(directory, checkpoint)
     state = json.dumps(checkpoint.state, indent=1).encode()
-    write_synced(folder / STATE, state)
+    write_synced(directory / STATE, state)
     sums[STATE] = {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}
     if checkpoint.shared is not None:
-        sums |= _sums_of_others(folder, checkpoint.shared)
+        sums |= _sums_of_others(directory, checkpoint.shared)
     listed = json.dumps(sums, indent=1).encode()
-    write_synced(folder / SUMS, listed)
-    sync_directory(folder)
-    write_synced(folder / MARKER, hashlib.sha256(listed).hexdigest().encode())
-    sync_directory(folder)
+    write_synced(directory / SUMS, listed)
+    sync_directory(directory)
+    write_synced(directory / MARKER, hashlib.sha256(listed).hexdigest().encode())
+    sync_directory(directory)
 
 
-def _write_parts(folder: Path, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+def _write_parts(directory: Path, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     written = {}
     for part, tensors in checkpoint.parts.items():
         name = f"{part}{TENSORS}"
-        written[name] = write_tensors(folder / name, tensors, checkpoint.positions.get(part))
+        written[name] = write_tensors(directory / name, tensors, checkpoint.positions.get(part))
     return written
 
 
@@ -143,13 +143,13 @@ def write_own_files(root: Path, checkpoint: Checkpoint) -> None:
         OSError: a file could not be written, or rank 0 has given up the checkpoint.
     """
     assert checkpoint.shared is not None
-    folder = root / checkpoint.shared.folder
-    folder.mkdir(parents=True, exist_ok=True)  # any rank may be the first
-    for name, found in _write_parts(folder, checkpoint).items():
-        write_atomic(folder / f"{name}{_SUM}", json.dumps(found).encode())
+    directory = root / checkpoint.shared.directory
+    directory.mkdir(parents=True, exist_ok=True)  # any rank may be the first
+    for name, found in _write_parts(directory, checkpoint).items():
+        write_atomic(directory / f"{name}{_SUM}", json.dumps(found).encode())
 
 
-def _sums_of_others(folder: Path, shared: SharedDirectory) -> dict[str, dict[str, Any]]:
+def _sums_of_others(directory: Path, shared: SharedDirectory) -> dict[str, dict[str, Any]]:
     """Wait for the files of the other ranks; return their sizes and checksums.
 
     Raises:
@@ -158,14 +158,14 @@ def _sums_of_others(folder: Path, shared: SharedDirectory) -> dict[str, dict[str
     deadline = time.monotonic() + _OTHERS_PATIENCE_S
     sums = {}
     for name in (f"{other}{TENSORS}" for other in shared.others):
-        found = folder / f"{name}{_SUM}"
+        found = directory / f"{name}{_SUM}"
         while not found.exists():
             if shared.failures:
                 raise OSError(errno.EIO, "; ".join(shared.failures))
             if shared.given_up.is_set() or time.monotonic() > deadline:
                 raise TimeoutError(
                     errno.ETIMEDOUT,
-                    "another rank has not written it: is run.root one folder for all hosts?",
+                    "another rank has not written it: is run.root one directory for all hosts?",
                     name,
                 )
             time.sleep(_LOOK_SECONDS)
@@ -174,16 +174,16 @@ def _sums_of_others(folder: Path, shared: SharedDirectory) -> dict[str, dict[str
     return sums
 
 
-def read(folder: Path) -> Checkpoint:
+def read(directory: Path) -> Checkpoint:
     """Verify a checkpoint and read what rank 0 has saved for all ranks, onto the CPU.
 
     Raises:
         DamagedError: it differs from what was written.
     """
-    return _read(folder, lambda rank: rank is None)
+    return _read(directory, lambda rank: rank is None)
 
 
-def read_files_of_ranks(folder: Path, wanted: Callable[[int], bool]) -> Checkpoint:
+def read_files_of_ranks(directory: Path, wanted: Callable[[int], bool]) -> Checkpoint:
     """Verify a checkpoint and read what some ranks have saved for themselves, onto the CPU.
 
     Args:
@@ -192,16 +192,16 @@ def read_files_of_ranks(folder: Path, wanted: Callable[[int], bool]) -> Checkpoi
     Raises:
         DamagedError: it differs from what was written.
     """
-    return _read(folder, lambda rank: rank is not None and wanted(rank), verify_others=False)
+    return _read(directory, lambda rank: rank is not None and wanted(rank), verify_others=False)
 
 
 def _read(
-    folder: Path, wanted: Callable[[int | None], bool], verify_others: bool = True
+    directory: Path, wanted: Callable[[int | None], bool], verify_others: bool = True
 ) -> Checkpoint:
-    check_marker(folder)
+    check_marker(directory)
     try:
-        sums = checked_sums(folder)
-        content = _Content(folder, sums)
+        sums = checked_sums(directory)
+        content = _Content(directory, sums)
         names = [file.removesuffix(TENSORS) for file in sums if file.endswith(TENSORS)]
         own = [name for name in names if wanted(part_and_rank(name)[1])]
         others = [name for name in names if name not in own] if verify_others else []
@@ -211,25 +211,25 @@ def _read(
             for check in checks:
                 check.result()
         parts = {name: unpack(file) for name, file in zip(own, files, strict=True)}
-        return Checkpoint(parts, parse_state(state.numpy().tobytes()), folder=folder)
+        return Checkpoint(parts, parse_state(state.numpy().tobytes()), directory=directory)
     except OSError as error:
-        raise DamagedError(f"checkpoint {folder}: {error.filename}: {error.strerror}") from None
+        raise DamagedError(f"checkpoint {directory}: {error.filename}: {error.strerror}") from None
     except (KeyError, ValueError) as error:
-        raise DamagedError(f"checkpoint {folder}: {error}") from None
+        raise DamagedError(f"checkpoint {directory}: {error}") from None
 
 
 @dataclass(frozen=True)
 class _Content:
     """The files of a checkpoint, each compared with its recorded size and checksum."""
 
-    folder: Path
+    directory: Path
     sums: Mapping[str, dict[str, Any]]
 
     def read(self, name: str) -> Tensor:
-        content, found = read_file(self.folder / name)
-        compare(self.folder, name, self.sums[name], found["bytes"], found["sha256"])
+        content, found = read_file(self.directory / name)
+        compare(self.directory, name, self.sums[name], found["bytes"], found["sha256"])
         return content
 
     def check(self, name: str) -> None:
-        path = self.folder / name
-        compare(self.folder, name, self.sums[name], path.stat().st_size, sha256_of(path))
+        path = self.directory / name
+        compare(self.directory, name, self.sums[name], path.stat().st_size, sha256_of(path))

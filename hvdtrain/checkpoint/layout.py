@@ -74,50 +74,50 @@ def directory_name(step: int) -> str:
 
 def named(root: Path) -> list[Path]:
     """The directories below `root` with a checkpoint's name, finished or not, oldest first."""
-    folders = (path for path in root.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
-    return sorted(path for path in folders if path.is_dir())
+    directories = (path for path in root.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
+    return sorted(path for path in directories if path.is_dir())
 
 
 def finished(root: Path) -> list[Path]:
     """The directories below `root` that are finished checkpoints, oldest first."""
-    return [folder for folder in named(root) if (folder / MARKER).exists()]
+    return [directory for directory in named(root) if (directory / MARKER).exists()]
 
 
-def loss_of(folder: Path) -> float | None:
+def loss_of(directory: Path) -> float | None:
     """The validation loss after a checkpoint's step; None if not evaluated then, or not finite."""
     try:
-        state = read_json(folder / STATE)
+        state = read_json(directory / STATE)
         step, loss = (state.get("evaluations") or [[None, None]])[-1]
         return number(loss) if step == state["step"] else None
     except (OSError, ValueError, TypeError, LookupError):
         return None
 
 
-def best(folders: Iterable[Path]) -> Path | None:
+def best(directories: Iterable[Path]) -> Path | None:
     """The checkpoint with the lowest validation loss; None if none was evaluated."""
-    losses = {folder: loss_of(folder) for folder in folders}
-    known = {folder: loss for folder, loss in losses.items() if loss is not None}
-    return min(known, key=lambda folder: known[folder]) if known else None
+    losses = {directory: loss_of(directory) for directory in directories}
+    known = {directory: loss for directory, loss in losses.items() if loss is not None}
+    return min(known, key=lambda directory: known[directory]) if known else None
 
 
-def hidden_name(folder: Path) -> Path:
+def hidden_name(directory: Path) -> Path:
     """A hidden name under which this process writes or deletes a checkpoint; unique per call."""
-    step = re.search(r"step_\d+", folder.name)
+    step = re.search(r"step_\d+", directory.name)
     assert step
     owner = f"{socket.gethostname()}.{os.getpid()}"
-    return folder.with_name(f".{step[0]}.{owner}.{uuid4().hex[:8]}.tmp")
+    return directory.with_name(f".{step[0]}.{owner}.{uuid4().hex[:8]}.tmp")
 
 
-def checked_sums(folder: Path) -> dict[str, dict[str, Any]]:
+def checked_sums(directory: Path) -> dict[str, dict[str, Any]]:
     """File name -> {"bytes": int, "sha256": str}, as it was written.
 
     Raises:
         DamagedError: files.json differs from what was written.
         OSError: files.json or the marker cannot be read.
     """
-    content = read_regular(folder / SUMS)
-    if hashlib.sha256(content).hexdigest().encode() != read_regular(folder / MARKER):
-        raise DamagedError(f"checkpoint {folder}: {SUMS} or {MARKER} was altered")
+    content = read_regular(directory / SUMS)
+    if hashlib.sha256(content).hexdigest().encode() != read_regular(directory / MARKER):
+        raise DamagedError(f"checkpoint {directory}: {SUMS} or {MARKER} was altered")
     try:
         sums = parse_json(content)
         for name, wanted in sums.items():
@@ -127,7 +127,7 @@ def checked_sums(folder: Path) -> dict[str, dict[str, Any]]:
             if not is_of(wanted.get("bytes"), int) or not is_of(wanted.get("sha256"), str):
                 raise ValueError(f"{shown(name)} has no size or no checksum")
     except (ValueError, AttributeError) as error:
-        raise DamagedError(f"checkpoint {folder}: {SUMS}: {error}") from None
+        raise DamagedError(f"checkpoint {directory}: {SUMS}: {error}") from None
     return dict(sums)
 
 
@@ -143,17 +143,17 @@ def parse_state(content: bytes) -> dict[str, Any]:
     return dict(state)
 
 
-def compare(folder: Path, name: str, wanted: dict[str, Any], size: int, sha256: str) -> None:
+def compare(directory: Path, name: str, wanted: dict[str, Any], size: int, sha256: str) -> None:
     """Raise DamagedError, with the file's name, if the size (bytes) or checksum differs."""
     if size != wanted["bytes"]:
         raise DamagedError(
-            f"checkpoint {folder}: {name} has {size} bytes instead of {wanted['bytes']}"
+            f"checkpoint {directory}: {name} has {size} bytes instead of {wanted['bytes']}"
         )
     if sha256 != wanted["sha256"]:
-        raise DamagedError(f"checkpoint {folder}: {name} was altered (checksum differs)")
+        raise DamagedError(f"checkpoint {directory}: {name} was altered (checksum differs)")
 
 
-def verify(folder: Path, contents: bool = True) -> int:
+def verify(directory: Path, contents: bool = True) -> int:
     """Compare every file with its recorded size and checksum.
 
     Args:
@@ -165,24 +165,24 @@ def verify(folder: Path, contents: bool = True) -> int:
     Raises:
         DamagedError: names the file that differs, or says that the marker is missing.
     """
-    check_marker(folder)
+    check_marker(directory)
     total = 0
     try:
-        for name, wanted in checked_sums(folder).items():
-            size = (folder / name).stat().st_size
+        for name, wanted in checked_sums(directory).items():
+            size = (directory / name).stat().st_size
             total += size
-            compare(folder, name, wanted, size, wanted["sha256"])
+            compare(directory, name, wanted, size, wanted["sha256"])
             if contents:
-                compare(folder, name, wanted, size, sha256_of(folder / name))
+                compare(directory, name, wanted, size, sha256_of(directory / name))
         return total
     except OSError as error:
-        raise DamagedError(f"checkpoint {folder}: {error.filename}: {error.strerror}") from None
+        raise DamagedError(f"checkpoint {directory}: {error.filename}: {error.strerror}") from None
 
 
-def check_marker(folder: Path) -> None:
+def check_marker(directory: Path) -> None:
     """Raise DamagedError if the checkpoint has no marker."""
-    if not (folder / MARKER).exists():
-        raise DamagedError(f"checkpoint {folder}: it has no marker (the file {MARKER!r})")
+    if not (directory / MARKER).exists():
+        raise DamagedError(f"checkpoint {directory}: it has no marker (the file {MARKER!r})")
 
 
 def sha256_of(path: Path) -> str:
@@ -200,15 +200,15 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def delete(folder: Path) -> None:
+def delete(directory: Path) -> None:
     """Delete a checkpoint, or the leftover of another process, atomically.
 
     Raises:
         OSError: it cannot be deleted. It is not an error if another process has deleted it already.
     """
-    hidden = hidden_name(folder)
+    hidden = hidden_name(directory)
     try:
-        os.rename(folder, hidden)
+        os.rename(directory, hidden)
     except FileNotFoundError:
         return
     shutil.rmtree(hidden)
@@ -216,20 +216,20 @@ def delete(folder: Path) -> None:
 
 def delete_leftovers(root: Path) -> None:
     """Delete the hidden directories of dead processes; keep those of running processes."""
-    for folder in root.glob(".step_*.tmp"):
-        if _is_left(folder):
-            delete(folder)
+    for directory in root.glob(".step_*.tmp"):
+        if _is_left(directory):
+            delete(directory)
 
 
-def _is_left(folder: Path) -> bool:
-    owner = re.fullmatch(r"\.step_\d+\.(.+)\.(\d+)\.\w+\.tmp", folder.name)
+def _is_left(directory: Path) -> bool:
+    owner = re.fullmatch(r"\.step_\d+\.(.+)\.(\d+)\.\w+\.tmp", directory.name)
     if owner is None:
         return True
     host, process = owner.groups()
     if host == socket.gethostname() and not Path(f"/proc/{process}").exists():
         return True
     try:
-        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+        newest = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
     except FileNotFoundError:  # its owner is working on it
         return False
     return time.time() - newest > _STALE_SECONDS

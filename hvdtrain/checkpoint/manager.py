@@ -66,14 +66,14 @@ class CheckpointManager:
         self._confirm()
         with _only_warning():
             delete_leftovers(self.root)
-        folder = write(self.root, checkpoint, self._confirm)
+        directory = write(self.root, checkpoint, self._confirm)
         with _only_warning():
             finished = self.finished()
             kept = best(finished) if self._keep_best else None
             for old in finished[: -self._keep]:
                 if old != kept:
                     delete(old)
-        return folder
+        return directory
 
     def supersede(self, after: int) -> None:
         """Rename the checkpoints of steps after `after`, from which the run continues.
@@ -81,17 +81,19 @@ class CheckpointManager:
         They are damaged, or belong to a discarded part of the run: they must neither be resumed
         from nor count as kept.
         """
-        for folder in named(self.root):
-            if folder.name > directory_name(after):
+        for directory in named(self.root):
+            if directory.name > directory_name(after):
                 aside = next(
                     name
                     for n in count(1)
                     if not (
-                        name := self.root / f"left_{folder.name}{f'-{n}' if n > 1 else ''}"
+                        name := self.root / f"left_{directory.name}{f'-{n}' if n > 1 else ''}"
                     ).exists()
                 )
-                folder.rename(aside)
-                logger.warning("%s is now %s: the run resumes from before it", folder, aside.name)
+                directory.rename(aside)
+                logger.warning(
+                    "%s is now %s: the run resumes from before it", directory, aside.name
+                )
 
     def newest(self) -> Checkpoint | None:
         """The newest undamaged checkpoint, or None if there is no checkpoint.
@@ -103,16 +105,16 @@ class CheckpointManager:
             UserError: there are checkpoints, but all are damaged.
         """
         damaged = []
-        for folder in reversed(named(self.root)):
+        for directory in reversed(named(self.root)):
             try:
-                return read(folder)
+                return read(directory)
             except DamagedError as error:
                 logger.warning("%s; trying the one before it", error)
-                damaged.append(folder.name)
+                damaged.append(directory.name)
         if damaged:
             raise UserError(
                 f"no checkpoint in {self.root} is whole ({', '.join(damaged)}); to start over, "
-                "use another run.id or move the folder away"
+                "use another run.id or move the directory away"
             )
         return None
 

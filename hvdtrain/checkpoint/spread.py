@@ -68,7 +68,7 @@ def to_current_names(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[
     return upgrade
 
 
-def open_part(folder: Path, part: str, model: nn.Module | None = None) -> SpreadPart | None:
+def open_part(directory: Path, part: str, model: nn.Module | None = None) -> SpreadPart | None:
     """Open a part of a checkpoint and verify its files; None if it has no part of this name.
 
     Args:
@@ -77,14 +77,14 @@ def open_part(folder: Path, part: str, model: nn.Module | None = None) -> Spread
     Raises:
         DamagedError: it differs from what was written.
     """
-    check_marker(folder)
+    check_marker(directory)
     shards: dict[str, list[tuple[ShardPosition, Tensor]]] = {}
     try:
-        sums = checked_sums(folder)
+        sums = checked_sums(directory)
         files = [f for f in sums if f.endswith(TENSORS) and _part_of(f) == part]
         for file in files:
-            path = folder / file
-            compare(folder, file, sums[file], path.stat().st_size, sha256_of(path))
+            path = directory / file
+            compare(directory, file, sums[file], path.stat().st_size, sha256_of(path))
             content = map_file(path)
             known, tensors = positions_of(content), unpack(content)
             if model is not None and not known:
@@ -93,21 +93,21 @@ def open_part(folder: Path, part: str, model: nn.Module | None = None) -> Spread
                 position = known.get(name, ShardPosition((*tensor.shape,), 0))
                 shards.setdefault(name, []).append((position, tensor))
     except OSError as error:
-        raise DamagedError(f"checkpoint {folder}: {error.filename}: {error.strerror}") from None
+        raise DamagedError(f"checkpoint {directory}: {error.filename}: {error.strerror}") from None
     except (KeyError, ValueError) as error:
-        raise DamagedError(f"checkpoint {folder}: {error}") from None
-    return SpreadPart(shards, f"checkpoint {folder}") if files else None
+        raise DamagedError(f"checkpoint {directory}: {error}") from None
+    return SpreadPart(shards, f"checkpoint {directory}") if files else None
 
 
-def read_part(folder: Path, part: str) -> dict[str, Tensor]:
+def read_part(directory: Path, part: str) -> dict[str, Tensor]:
     """Return the whole tensors of a part, whichever ranks saved it; verify only its files.
 
     Raises:
         DamagedError: it differs from what was written, or is missing.
     """
-    found = open_part(folder, part)
+    found = open_part(directory, part)
     if found is None:
-        raise DamagedError(f"checkpoint {folder}: it has no {part}")
+        raise DamagedError(f"checkpoint {directory}: it has no {part}")
     return {name: found.whole(name) for name in found.names()}
 
 

@@ -43,7 +43,7 @@ def read_weights(path: Path) -> Weights:
         UserError: there are none, or they cannot be read.
     """
     if not path.exists():
-        raise UserError(f"{path}: there is no such file or folder")
+        raise UserError(f"{path}: there is no such file or directory")
     if path.is_file():
         return Weights(_read_file(path))
     if (path / "checkpoints").is_dir():
@@ -59,8 +59,8 @@ def read_weights(path: Path) -> Weights:
         return Weights({k: v for part in parts for k, v in part.items()}, _facts(path / _CONFIG))
     if not (path / MODEL).exists():
         raise UserError(
-            f"{path}: a run, a checkpoint, or a folder with {MODEL} is expected (pickled weights "
-            "are not read)"
+            f"{path}: a run, a checkpoint, or a directory with {MODEL} is expected (pickled "
+            "weights are not read)"
         )
     return Weights(_read_file(path / MODEL), _facts(path / _CONFIG))
 

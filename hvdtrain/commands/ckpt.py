@@ -58,37 +58,39 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> None:
-    folders = sorted((args.path / "checkpoints").glob("*step_*"), key=_by_step)
-    if not folders:
+    directories = sorted((args.path / "checkpoints").glob("*step_*"), key=_by_step)
+    if not directories:
         raise UserError(f"{args.path} is not a run with checkpoints (no {args.path}/checkpoints)")
-    names = {folder: printable(folder.name) for folder in folders}
+    names = {directory: printable(directory.name) for directory in directories}
     width = max(map(len, names.values()))
     lowest = best(finished(args.path / "checkpoints"))
     print(f"{'checkpoint':{width}}  {'MiB':>9}  {'written':19}  state")
-    for folder in folders:
+    for directory in directories:
         with suppress(FileNotFoundError):  # the run may continue and delete it
-            size = sum(path.stat().st_size for path in folder.iterdir()) / (1 << 20)
-            written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
-            mark = f", best: validation loss {loss_of(folder):.4f}" if folder == lowest else ""
-            state = printable(_state(folder))
-            print(f"{names[folder]:{width}}  {size:9.1f}  {written}  {state}{mark}")
+            size = sum(path.stat().st_size for path in directory.iterdir()) / (1 << 20)
+            written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(directory.stat().st_mtime))
+            mark = (
+                f", best: validation loss {loss_of(directory):.4f}" if directory == lowest else ""
+            )
+            state = printable(_state(directory))
+            print(f"{names[directory]:{width}}  {size:9.1f}  {written}  {state}{mark}")
 
 
-def _by_step(folder: Path) -> tuple[str, str]:
-    _, _, step = folder.name.partition("step_")
-    return step, folder.name
+def _by_step(directory: Path) -> tuple[str, str]:
+    _, _, step = directory.name.partition("step_")
+    return step, directory.name
 
 
-def _state(folder: Path) -> str:
-    if folder.name.startswith("."):
+def _state(directory: Path) -> str:
+    if directory.name.startswith("."):
         return "being written, or a leftover of that"
     try:
-        verify(folder, contents=False)
+        verify(directory, contents=False)
     except DamagedError as error:
         return f"damaged: {_reason(error)}"
     return (
         "superseded: the run resumed from before it"
-        if folder.name.startswith("left_")
+        if directory.name.startswith("left_")
         else "finished"
     )
 
@@ -100,13 +102,13 @@ def _reason(error: DamagedError) -> str:
 
 def _verify(args: argparse.Namespace) -> None:
     damaged = []
-    for folder in _checkpoints(args.path, named):
+    for directory in _checkpoints(args.path, named):
         try:
-            size = verify(folder)
-            print(f"{printable(str(folder))}: whole, {size} bytes")
+            size = verify(directory)
+            print(f"{printable(str(directory))}: whole, {size} bytes")
         except DamagedError as error:
             damaged.append(str(error))
-            print(f"{printable(str(folder))}: DAMAGED")
+            print(f"{printable(str(directory))}: DAMAGED")
     if damaged:
         raise UserError("; ".join(damaged))
 

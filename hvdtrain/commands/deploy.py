@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         own = targets.add_parser(target, help=line, description=line)
         for option in ("name", *options, "grace"):
             own.add_argument(f"--{option}", default=argparse.SUPPRESS, **_options()[option])
-        what = "FOLDER" if target == "kubernetes" else "FILE"
+        what = "DIRECTORY" if target == "kubernetes" else "FILE"
         otherwise = "kubernetes" if target == "kubernetes" else "the standard output"
         own.add_argument(
             "--out", type=Path, metavar=what, help=f"where it is written (default: {otherwise})"
@@ -69,7 +69,7 @@ def _options() -> dict[str, dict[str, Any]]:
             "metavar": "NAME",
             "help": "a module to load; may be given several times",
         },
-        "venv": {"metavar": "FOLDER", "help": "environment with hvdtrain (default: this one)"},
+        "venv": {"metavar": "DIRECTORY", "help": "environment with hvdtrain (default: this one)"},
         "image": {
             "metavar": "IMAGE",
             "help": "container with hvdtrain: for a batch system one of Apptainer, instead of "

@@ -37,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.words or args.words[0].startswith("-"):
         return _examine_hosts(args)
-    folder, *more = args.words
+    directory, *more = args.words
     if more or args.hosts or args.hostfile or args.slurm or args.np:
         raise UserError(
-            f"{folder} is read as a run directory, which is examined alone: --hosts, --np and "
+            f"{directory} is read as a run directory, which is examined alone: --hosts, --np and "
             "configuration keys are for checks of hosts; keys follow `--`"
         )
-    return _examine_run(Path(folder), args.format)
+    return _examine_run(Path(directory), args.format)
 
 
 def _examine_hosts(args: argparse.Namespace) -> int:
@@ -74,15 +74,15 @@ def _notice(text: str) -> None:
     print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
 
 
-def _examine_run(folder: Path, form: str) -> int:
+def _examine_run(directory: Path, form: str) -> int:
     from rich.console import Console
 
     from hvdtrain.doctor.findings import as_json, failed, show
     from hvdtrain.doctor.runs import diagnose
 
-    findings, how = diagnose(folder)
+    findings, how = diagnose(directory)
     if form == "json":
-        print(as_json(findings, run=str(folder), ended=how))
+        print(as_json(findings, run=str(directory), ended=how))
     else:
         show(findings, [how], Console())
     return EXIT_CRASH if failed(findings) else 0

@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if checkpoint is None:
         raise UserError(f"{args.run} has no checkpoint yet (no {args.run}/checkpoints/step_...)")
     task = settings.task_class(settings.task_config)
-    assert checkpoint.folder is not None
-    model = task.trained_model(read_part(checkpoint.folder, "model"), args.tokenizer)
+    assert checkpoint.directory is not None
+    model = task.trained_model(read_part(checkpoint.directory, "model"), args.tokenizer)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     sampling = Sampling(args.length, args.temperature, args.seed)
     text = task.generate(model, args.prompt, sampling)

@@ -141,14 +141,14 @@ def _run_directory(arguments: list[str]) -> Path:
             "run.id is missing: a restart, also one on another machine, resumes the run of "
             "that name; add --run.id NAME after the --"
         )
-    folder = (Path(run.root) / run.id).absolute()
+    directory = (Path(run.root) / run.id).absolute()
     resumed = Path(run.resume).absolute()
-    if run.resume == "never" or folder in resumed.parents:
+    if run.resume == "never" or directory in resumed.parents:
         raise UserError(
             f"run.resume {run.resume}: each restart would lose what was done since; auto is "
             "expected, or a checkpoint of another run"
         )
-    return folder
+    return directory
 
 
 def _discovery(args: argparse.Namespace) -> list[str]:

@@ -23,7 +23,7 @@ from hvdtrain.runtime.machine import resolve
 
 LIBRARIES, NETWORK, ALONE, SUMS = "libraries", "network", "alone", "all-reduce"
 STAGES = (LIBRARIES, NETWORK, ALONE, SUMS)
-_FACTS_SECONDS, _LIBRARIES_SECONDS, _FOLDER_SECONDS, _DATA_SECONDS = 30.0, 45.0, 30.0, 70.0
+_FACTS_SECONDS, _LIBRARIES_SECONDS, _DIRECTORY_SECONDS, _DATA_SECONDS = 30.0, 45.0, 30.0, 70.0
 _CLOCK_TRIES = 5
 
 
@@ -126,7 +126,7 @@ def _ask_facts(
 
     def ask(session: HostSession) -> Facts:
         facts = session.ask("facts", _FACTS_SECONDS, hosts=others)
-        facts["disk"] = session.ask("folder", _FOLDER_SECONDS, path=root)
+        facts["disk"] = session.ask("folder", _DIRECTORY_SECONDS, path=root)
         wanted = LIBRARIES in request.stages
         libraries = session.ask("libraries", _LIBRARIES_SECONDS) if wanted else {}
         return dict(facts) | {"libraries": libraries}

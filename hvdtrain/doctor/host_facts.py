@@ -151,9 +151,9 @@ def _with_sbin() -> str:
 
 def _digest() -> str:
     """Digest of hvdtrain's own source files."""
-    folder, content = Path(hvdtrain.__file__).parent, hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        content.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    package, content = Path(hvdtrain.__file__).parent, hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        content.update(str(path.relative_to(package)).encode() + path.read_bytes())
     return content.hexdigest()[:12]
 
 

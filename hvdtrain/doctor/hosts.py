@@ -71,12 +71,12 @@ _SAYINGS = (
 
 def check_login(host: str, login: Login) -> Iterable[Diagnosis]:
     """Check ssh without a prompt, the working directory and the Python interpreter."""
-    folder, python = os.getcwd(), sys.executable
-    if not login.folder:
+    directory, python = os.getcwd(), sys.executable
+    if not login.directory:
         yield Diagnosis(
             "folder",
             host,
-            f"the working directory {folder} is missing there",
+            f"the working directory {directory} is missing there",
             "launchers change to it on every host, and relative paths of the configuration "
             "start there",
             f"mount it on {host}, or start from a directory that all hosts have",
@@ -249,12 +249,12 @@ def check_locks(sessions: Sequence[HostSession], root: str) -> list[Diagnosis]:
     Report nothing if the lock cannot be taken or the directory cannot be created: each host is
     checked for that separately.
     """
-    folder = Path(root).absolute()
-    path = folder / f".doctor-lock-{socket.gethostname()}-{os.getpid()}"
+    directory = Path(root).absolute()
+    path = directory / f".doctor-lock-{socket.gethostname()}-{os.getpid()}"
     made: list[Path] = []
     try:
-        made = missing(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        made = missing(directory)
+        directory.mkdir(parents=True, exist_ok=True)
         if not sessions[0].ask("hold", _LOCK_SECONDS, path=str(path)):
             return []
         seen = together(sessions[1:], lambda one: one.ask("attempt", _LOCK_SECONDS, path=str(path)))
@@ -266,26 +266,26 @@ def check_locks(sessions: Sequence[HostSession], root: str) -> list[Diagnosis]:
             for one in made:
                 one.rmdir()  # not on NFS, which keeps the file as long as the agent holds it
     return [
-        _finding(host, state, str(folder)) for host, state in seen.items() if state != "refused"
+        _finding(host, state, str(directory)) for host, state in seen.items() if state != "refused"
     ]
 
 
-def _finding(host: str, state: str, folder: str) -> Diagnosis:
+def _finding(host: str, state: str, directory: str) -> Diagnosis:
     if state == "absent":
         return Diagnosis(
             "shared folder",
             host,
-            f"{folder} is a different directory there",
+            f"{directory} is a different directory there",
             "checkpoints are only on the host of rank 0: a run that moves starts from the "
             "beginning",
-            f"mount a file system that all hosts share, and set --run.root to it; {folder} "
-            f"on {host}: findmnt -T {folder}",
+            f"mount a file system that all hosts share, and set --run.root to it; {directory} "
+            f"on {host}: findmnt -T {directory}",
             WARNING,
         )
     return Diagnosis(
         "locks",
         host,
-        f"a lock on a file in {folder} is not visible to other hosts",
+        f"a lock on a file in {directory} is not visible to other hosts",
         "only the owner token then prevents two processes from writing a run, and it takes 12 s",
         "mount it with server-side locks (NFS: without nolock and local_lock)",
         WARNING,

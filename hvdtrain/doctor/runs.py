@@ -144,19 +144,19 @@ class LogLine:
     time: float = 0.0
 
 
-def diagnose(folder: Path) -> tuple[list[Diagnosis], str]:
+def diagnose(directory: Path) -> tuple[list[Diagnosis], str]:
     """Return the findings of a run, the most likely cause first, and a sentence on how it ended.
 
     All findings are warnings if the run finished or was asked to stop (exit code 0 or 75).
 
     Raises:
-        UserError: `folder` is not a run directory, or cannot be read.
+        UserError: `directory` is not a run directory, or cannot be read.
     """
-    run = read(folder)
+    run = read(directory)
     found = run_metrics(run)
     try:
-        lines = sorted(_log_lines(folder), key=lambda line: line.time)
-        findings = [*_hung(folder), *_from_lines(lines)]
+        lines = sorted(_log_lines(directory), key=lambda line: line.time)
+        findings = [*_hung(directory), *_from_lines(lines)]
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
     findings += _from_events(run, {finding.check for finding in findings})
@@ -165,13 +165,13 @@ def diagnose(folder: Path) -> tuple[list[Diagnosis], str]:
     elif not findings and found["exit_code"] is None:
         findings += _killed(run, lines)
     elif not findings:
-        findings.append(_unexplained(folder, lines, found["exit_code"]))
+        findings.append(_unexplained(directory, lines, found["exit_code"]))
     return [*findings, *_slow(found)], f"how it ended: {found['state'] or 'unknown'}"
 
 
-def _log_lines(folder: Path) -> Iterator[LogLine]:
+def _log_lines(directory: Path) -> Iterator[LogLine]:
     """Log lines of the ranks with level warning or above."""
-    for path in sorted((folder / "logs").glob("rank_*.jsonl")):
+    for path in sorted((directory / "logs").glob("rank_*.jsonl")):
         for number, line in enumerate(each_line(path), start=1):
             if line is None or line.get("level") not in _LEVELS:
                 continue
@@ -204,9 +204,9 @@ def _short(text: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 
 
-def _hung(folder: Path) -> Iterator[Diagnosis]:
+def _hung(directory: Path) -> Iterator[Diagnosis]:
     """Find ranks that their watchdog killed, with the position of the first of them."""
-    for path in sorted((folder / "logs").glob("hang_*.txt")):
+    for path in sorted((directory / "logs").glob("hang_*.txt")):
         lines = read_regular(path).decode("utf-8", "replace").splitlines()
         for number, line in enumerate(lines, start=1):
             if "killed by its watchdog" not in line:
@@ -295,10 +295,10 @@ def _growth(run: RecordedRun) -> str:
     return ""
 
 
-def _unexplained(folder: Path, lines: list[LogLine], code: int) -> Diagnosis:
+def _unexplained(directory: Path, lines: list[LogLine], code: int) -> Diagnosis:
     """Report the last logged error, if no cause is known."""
     errors = [line for line in lines if "Traceback" not in line.text]
-    shown = errors[-1] if errors else LogLine(str(folder / "logs"), "no warnings and no errors")
+    shown = errors[-1] if errors else LogLine(str(directory / "logs"), "no warnings and no errors")
     return Diagnosis(
         "error",
         shown.where,

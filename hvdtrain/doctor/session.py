@@ -25,7 +25,8 @@ from hvdtrain.launch.commands import SSH_OPTIONS
 T = TypeVar("T")
 
 LOGIN_SECONDS = 25.0  # ssh itself gives up after 3
-_PYTHON, _SSH_PYTHON, _NO_FOLDER, _NO_PYTHON = "python", "ssh-python", "no-folder", "no-python"
+_PYTHON, _SSH_PYTHON = "python", "ssh-python"
+_NO_DIRECTORY, _NO_PYTHON = "no-directory", "no-python"
 _AGENT = [sys.executable, "-m", "hvdtrain.doctor.agent"]
 
 
@@ -40,14 +41,14 @@ class Login:
     Args:
         python: path of `python` on the host with this process's PATH; "" if there is none.
         ssh_python: path of `python` on the host with the PATH of a command over ssh.
-        folder: whether this working directory exists on the host.
+        directory: whether this working directory exists on the host.
         interpreter: whether this Python exists on the host, under the same path.
         said: the last lines of ssh or Python, if no agent answered.
     """
 
     python: str = ""
     ssh_python: str = ""
-    folder: bool = True
+    directory: bool = True
     interpreter: bool = True
     said: list[str] = field(default_factory=list)
 
@@ -133,8 +134,8 @@ class HostSession:
             self.login.python = rest
         elif kind == _SSH_PYTHON:
             self.login.ssh_python = rest
-        elif kind == _NO_FOLDER:
-            self.login.folder = False
+        elif kind == _NO_DIRECTORY:
+            self.login.directory = False
         elif kind == _NO_PYTHON:
             self.login.interpreter = False
 
@@ -240,12 +241,12 @@ def together(sessions: Iterable[HostSession], do: Callable[[HostSession], T]) ->
 def _remote_command() -> str:
     """Command for any shell: report which `python` it finds, then become the agent."""
     word = f"printf '{MARK}%s\\n'"
-    folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
+    directory, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
     path = shlex.quote(os.environ.get("PATH", os.defpath))
     script = (
         f'{word} "{_SSH_PYTHON} $(command -v python)"; '
         f'{word} "{_PYTHON} $(PATH={path}; command -v python)"; '
-        f"cd {folder} 2>/dev/null || {word} {_NO_FOLDER}; "
+        f"cd {directory} 2>/dev/null || {word} {_NO_DIRECTORY}; "
         f"[ -x {python} ] || {{ {word} {_NO_PYTHON}; exit 9; }}; "
         f"exec {shlex.join(_AGENT)}"
     )

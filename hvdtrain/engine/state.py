@@ -82,14 +82,14 @@ class RunState:
     def _sharded_parts(self) -> list[ShardedPart]:
         return self.of_scope("sharded")  # type: ignore[return-value]
 
-    def read_shards(self, folder: Path) -> None:
+    def read_shards(self, directory: Path) -> None:
         """Load this rank's shards of the sharded parts from a checkpoint.
 
         Raises:
             UserError: a file is damaged, or does not match.
         """
         for part in self._sharded_parts():
-            part.read(folder, self.progress.step)
+            part.read(directory, self.progress.step)
 
     def compared(self) -> dict[str, Tensor]:
         """Tensors that are bitwise identical on all ranks that hold them, unless one is damaged."""
@@ -107,12 +107,12 @@ class RunState:
             found |= {f"{part.name}/{k}": s for k, s in part.saved().items() if k in compared}
         return found
 
-    def capture(self, group: Group = ALONE, folder: str = "") -> Checkpoint:
+    def capture(self, group: Group = ALONE, directory: str = "") -> Checkpoint:
         """Checkpoint contents of this rank; its tensors are the live ones.
 
         Args:
             group: all ranks.
-            folder: directory to which all ranks write, see SharedDirectory; only if there are parts
+            directory: to which all ranks write, see SharedDirectory; only if there are parts
                 that are not replicated.
         """
         local = self.of_scope("local", "sharded")
@@ -128,7 +128,7 @@ class RunState:
                 **self.progress.state_dict(),
                 "identity": self.identity,
             },
-            SharedDirectory(folder, others) if folder else None,
+            SharedDirectory(directory, others) if directory else None,
             positions=positions,
         )
 
@@ -180,28 +180,28 @@ class RunState:
         sharded = {part.name for part in self.of_scope("sharded")}
         saved = {name: t for name, t in checkpoint.parts.items() if name not in sharded}
         for part in self.of_scope("replicated"):
-            if part.name not in saved and checkpoint.folder is not None:
-                spread = open_part(checkpoint.folder, part.name)
+            if part.name not in saved and checkpoint.directory is not None:
+                spread = open_part(checkpoint.directory, part.name)
                 if spread is not None:
                     saved[part.name] = {name: spread.whole(name) for name in spread.names()}
         return saved
 
-    def load_local(self, folder: Path | None, group: Group) -> None:
+    def load_local(self, directory: Path | None, group: Group) -> None:
         """Load the local parts of a checkpoint; every rank reads its own files.
 
         With another number of ranks than at the time of the save, rank r inherits from those ranks
         r' for which r' modulo the number of ranks is r: nothing is lost, and nothing counts twice.
 
         Args:
-            folder: None: there is no checkpoint, the run begins.
+            directory: None: there is no checkpoint, the run begins.
             group: all ranks.
 
         Raises:
             UserError: a file is damaged, or does not match.
         """
         saved: dict[str, dict[str, Tensor]] = {}
-        if folder is not None:
-            wanted = read_files_of_ranks(folder, lambda rank: rank % group.size == group.rank)
+        if directory is not None:
+            wanted = read_files_of_ranks(directory, lambda rank: rank % group.size == group.rank)
             saved = dict(sorted(wanted.parts.items()))
         for part in self.of_scope("local"):
             part.load([t for file, t in saved.items() if part_and_rank(file)[0] == part.name])

@@ -67,19 +67,19 @@ def build(
     toolkit = cuda.find() if gpu != "none" else None
     check_prerequisites(mpi, toolkit)
     made = recipe.detect(gpu, mpi)
-    folder = (wheel_dir or default_wheel_dir()).expanduser().absolute()
-    cached = _find(folder, made)
+    directory = (wheel_dir or default_wheel_dir()).expanduser().absolute()
+    cached = _find(directory, made)
     if cached:
         say(f"Horovod's wheel is there: {cached.name}")
         return cached
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         # Use a directory inside the cache, so that the last step is a rename on one file system.
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
-            return _make(made, toolkit, Path(scratch), folder, verbose)
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=directory) as scratch:
+            return _make(made, toolkit, Path(scratch), directory, verbose)
     except OSError as error:
         raise BuildError(
-            f"cannot build in {folder}: {error}; choose another --wheel-dir"
+            f"cannot build in {directory}: {error}; choose another --wheel-dir"
         ) from error
 
 
@@ -148,18 +148,18 @@ def installed_version() -> str | None:
         return None
 
 
-def download(folder: Path) -> Path:
+def download(directory: Path) -> Path:
     """Fetch the sdist with pip (which knows the user's mirrors) and check its sha256.
 
     Returns the archive's path. Raises BuildError if the download fails.
     """
-    requirements = folder / "requirements.txt"
+    requirements = directory / "requirements.txt"
     requirements.write_text(f"horovod=={recipe.VERSION} --hash=sha256:{recipe.SDIST_SHA256}\n")
-    log = folder / "download.log"
+    log = directory / "download.log"
     command = [*pip("download"), "--no-binary", ":all:", "--no-build-isolation"]
-    command += ["--require-hashes", "-d", str(folder), "-r", str(requirements)]
+    command += ["--require-hashes", "-d", str(directory), "-r", str(requirements)]
     code = run_logged(command, log, DOWNLOAD_TIMEOUT_S)
-    archive = folder / f"horovod-{recipe.VERSION}.tar.gz"
+    archive = directory / f"horovod-{recipe.VERSION}.tar.gz"
     if code or not archive.is_file():
         line, _ = diagnose(log.read_text(errors="replace"))
         raise BuildError(
@@ -169,17 +169,17 @@ def download(folder: Path) -> Path:
     return archive
 
 
-def unpack_and_patch(archive: Path, folder: Path) -> Path:
-    """Unpack the sdist into `folder` and apply every patch; return the source directory.
+def unpack_and_patch(archive: Path, directory: Path) -> Path:
+    """Unpack the sdist into `directory` and apply every patch; return the source directory.
 
     Raises BuildError if a patch does not apply.
     """
     with tarfile.open(archive) as content:
-        content.extractall(folder)  # its sha256 matches the recipe
-    source = folder / f"horovod-{recipe.VERSION}"
+        content.extractall(directory)  # its sha256 matches the recipe
+    source = directory / f"horovod-{recipe.VERSION}"
     for patch in recipe.patches():
         command = ["patch", "-p1", "--batch", "--fuzz=0", "-d", str(source), "-i", str(patch)]
-        log = folder / "patch.log"
+        log = directory / "patch.log"
         if run_logged(command, log, PATCH_TIMEOUT_S):
             said = log.read_text(errors="replace").strip()
             raise BuildError(f"{patch} does not apply to horovod {recipe.VERSION}:\n{said}")
@@ -187,7 +187,7 @@ def unpack_and_patch(archive: Path, folder: Path) -> Path:
 
 
 def _make(
-    made: recipe.Recipe, toolkit: cuda.Toolkit | None, scratch: Path, folder: Path, verbose: bool
+    made: recipe.Recipe, toolkit: cuda.Toolkit | None, scratch: Path, directory: Path, verbose: bool
 ) -> Path:
     say(f"building horovod {made.version}")
     say("downloading the source")
@@ -208,17 +208,17 @@ def _make(
     code = run_logged(command, log, COMPILE_TIMEOUT_S, environment, verbose=verbose, progress=True)
     wheel = _find(out, made)
     if code or wheel is None:
-        kept = folder / f"horovod-{made.version}.log"
+        kept = directory / f"horovod-{made.version}.log"
         shutil.copyfile(log, kept)
         line, advice = diagnose(log.read_text(errors="replace"))
         what_to_do = f"\n  {advice}" if advice else ""
         raise BuildError(f"Horovod did not compile: {line}{what_to_do}\n  full log: {kept}")
-    os.replace(wheel, folder / wheel.name)
-    return folder / wheel.name
+    os.replace(wheel, directory / wheel.name)
+    return directory / wheel.name
 
 
-def _find(folder: Path, made: recipe.Recipe) -> Path | None:
-    return next(iter(sorted(folder.glob(made.wheel_pattern()))), None)
+def _find(directory: Path, made: recipe.Recipe) -> Path | None:
+    return next(iter(sorted(directory.glob(made.wheel_pattern()))), None)
 
 
 def _jobs() -> int:

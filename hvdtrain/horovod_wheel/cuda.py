@@ -201,8 +201,8 @@ def _output(command: list[str]) -> tuple[int, str]:
 def _nccl_of_torch() -> Path | None:
     """The directory of the package nvidia-nccl-cu13 (or 12): include/nccl.h, lib/libnccl.so.2."""
     found = importlib.util.find_spec("nvidia")
-    for folder in (found.submodule_search_locations or []) if found else []:
-        nccl = Path(folder, "nccl")
+    for directory in (found.submodule_search_locations or []) if found else []:
+        nccl = Path(directory, "nccl")
         if (nccl / "include" / "nccl.h").is_file() and list((nccl / "lib").glob("libnccl.so.*")):
             return nccl
     return None

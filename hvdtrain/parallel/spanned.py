@@ -88,12 +88,12 @@ class SpannedModel(ShardedPart):
         """Do nothing: RunState.start_over copies the weights of a fresh model."""
 
     @torch.no_grad()
-    def read(self, folder: Path, version: int) -> None:
-        saved, live = _opened(folder, self.name, self._model), model_tensors(self._model)
+    def read(self, directory: Path, version: int) -> None:
+        saved, live = _opened(directory, self.name, self._model), model_tensors(self._model)
         for name, tensor in live.items():
             if name not in saved.names() or saved.shape(name) != tensor.shape:
                 raise UserError(
-                    f"checkpoint {folder} is of another model: it has no {name} of the shape "
+                    f"checkpoint {directory} is of another model: it has no {name} of the shape "
                     f"{[*tensor.shape]}; use the configuration it was made with, or another run.id"
                 )
             local(tensor).copy_(_own(tensor, saved.whole(name)))
@@ -151,8 +151,8 @@ class SpannedOptimizer(ShardedPart):
         self._optimizer.state.clear()
 
     @torch.no_grad()
-    def read(self, folder: Path, version: int) -> None:
-        saved, tensors = _opened(folder, self.name, self._model), {}
+    def read(self, directory: Path, version: int) -> None:
+        saved, tensors = _opened(directory, self.name, self._model), {}
         parameters = self._parameters()
         for key in saved.names():
             parameter = parameters.get(key.rpartition("/")[0])
@@ -191,17 +191,17 @@ class SpannedEma(ShardedPart):
         self._ema.load(())
 
     @torch.no_grad()
-    def read(self, folder: Path, version: int) -> None:
-        saved, found = _opened(folder, self.name, self._model), {}
+    def read(self, directory: Path, version: int) -> None:
+        saved, found = _opened(directory, self.name, self._model), {}
         for name, parameter in self._ema.parameters.items() if saved.names() else ():
             found[name] = _own(parameter, saved.whole(name)).clone()
         self._ema.load([found])
 
 
-def _opened(folder: Path, part: str, model: nn.Module) -> SpreadPart:
-    saved = open_part(folder, part, model)
+def _opened(directory: Path, part: str, model: nn.Module) -> SpreadPart:
+    saved = open_part(directory, part, model)
     if saved is None:
-        raise UserError(f"checkpoint {folder} has no {part}")
+        raise UserError(f"checkpoint {directory} has no {part}")
     return saved
 
 

@@ -101,10 +101,10 @@ class ShardedOptimizerState(ShardedPart):
                 " and ".join(alone),
             )
 
-    def read(self, folder: Path, version: int) -> None:
-        saved = open_part(folder, self.name, self._model)
+    def read(self, directory: Path, version: int) -> None:
+        saved = open_part(directory, self.name, self._model)
         if saved is None:
-            raise UserError(f"checkpoint {folder} has no state of an optimizer")
+            raise UserError(f"checkpoint {directory} has no state of an optimizer")
         known: dict[str, list[str]] = {}
         for key in saved.names():
             name, _, entry = key.rpartition("/")

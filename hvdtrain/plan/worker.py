@@ -70,9 +70,9 @@ def measured(flags: Sequence[str], topology: Topology) -> JobProfile:
     phases, looked = {}, None
     for name, own in keys.items():
         more = [f"--exchange.{key}={value}" for key, value in own.items()]
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as directory:
             given = parse([*one, "--exchange.start_step=0", *more])
-            app = AppLoop(given, Path(folder), data, topology)
+            app = AppLoop(given, Path(directory), data, topology)
             phases[name] = _phases(app)
             looked = looked or _look(app, settings, data)
             app.close()

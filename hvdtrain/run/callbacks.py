@@ -50,13 +50,13 @@ class Outputs:
     """Destinations of a generation's output.
 
     Args:
-        folder: run directory.
+        directory: run directory.
         recorder: on rank 0.
         failed_at: unix time of the failure before this generation, if any.
         recent: last records of this process, see LogMetrics.
     """
 
-    folder: RunDirectory
+    directory: RunDirectory
     recorder: RunRecorder | None
     failed_at: float | None = None
     recent: deque[StepRecord] = field(default_factory=deque)
@@ -122,7 +122,7 @@ def build_callbacks(
         snapshot=KeepCommonState(components.snapshot) if components.snapshot else None,
         profile=Profile(
             config.profile,
-            outputs.folder.profile,
+            outputs.directory.profile,
             state.progress.step,
             components.exchange,
             context,
@@ -139,7 +139,7 @@ def build_saving(components: RunComponents, outputs: Outputs, context: RankConte
         return Saving(state, group, recorder.writer, recorder.bring_to_disk)
     writer = None
     if state.of_scope("local", "sharded"):
-        files = FilesOfRank(outputs.folder.checkpoints)
+        files = FilesOfRank(outputs.directory.checkpoints)
         writer = CheckpointWriter(files)
     return Saving(state, group, writer, _nothing)
 

@@ -166,7 +166,7 @@ class Generation:
         persistent, state = self._persistent, self._components.state
         if source is None or not self._receive(source):
             source, persistent.trained = None, False
-            on_all_ranks("folder", self._open_directory)
+            on_all_ranks("directory", self._open_directory)
             resume(self._config, self._components, persistent, self._topology)
         persistent.trained = True
         step = state.progress.step
@@ -233,7 +233,7 @@ class Generation:
         recorder = self._persistent.recorder
         if recorder is None:
             return
-        folder, components, config = self._persistent.folder, self._components, self._config
+        directory, components, config = self._persistent.directory, self._components, self._config
         step, tolerate_errors = components.state.progress.step, self._someone_trained()
         resolved = self._launched.settings.resolved
         recorder.starts.append(
@@ -255,24 +255,24 @@ class Generation:
             self._context.mesh.grid,
         )
         files = {
-            folder.config: lambda: folder.write_config(resolved),
-            folder.manifest: lambda: folder.write_manifest(manifest),
+            directory.config: lambda: directory.write_config(resolved),
+            directory.manifest: lambda: directory.write_manifest(manifest),
         }
         if config.telemetry.port:
-            files[folder.targets] = lambda: self._write_targets(targets)
+            files[directory.targets] = lambda: self._write_targets(targets)
         else:
-            folder.remove_targets()
+            directory.remove_targets()
         try:
             for path, write in files.items():
                 recorder.describe(path, write, tolerate_errors)
             recorder.open(step, components.exporter, tolerate_errors)
         except OSError as error:
-            raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from None
+            raise UserError(f"{directory.path}: cannot be written ({error.strerror})") from None
 
     def _write_targets(self, targets: list[ExporterAddress]) -> None:
-        folder, tls = self._persistent.folder, bool(self._config.telemetry.tls_cert_file)
-        write_targets(folder.targets, folder.path.name, targets, tls, self._context.mesh.grid)
-        folder.list_targets()
+        directory, tls = self._persistent.directory, bool(self._config.telemetry.tls_cert_file)
+        write_targets(directory.targets, directory.path.name, targets, tls, self._context.mesh.grid)
+        directory.list_targets()
 
     def _emit_start(self, source: int | None) -> None:
         """Record this generation's start on every rank, because rank 0 may die before it writes it.
@@ -313,7 +313,7 @@ class Generation:
         persistent, cause, context = self._persistent, self._cause, self._context
         failed = cause.name == "failure"
         outputs = Outputs(
-            persistent.folder,
+            persistent.directory,
             persistent.recorder,
             cause.since if failed else None,
             persistent.recent,
@@ -337,7 +337,7 @@ class Generation:
         on_all_ranks("last checkpoint", lambda: _check_saved(callbacks))
         if persistent.recorder is not None and persistent.recorder.writer is not None:
             log_summary(
-                loop, callbacks, persistent.recorder.writer, self._components, persistent.folder
+                loop, callbacks, persistent.recorder.writer, self._components, persistent.directory
             )
         return self._finish(persistent.recorder, EXIT_PREEMPTED if loop.preempted else 0)
 
@@ -352,7 +352,7 @@ class Generation:
             with heartbeat.waiting():
                 recorder.end_sinks(code)
             # A crash keeps the targets, so that Prometheus shows the loss.
-            self._persistent.folder.remove_targets()
+            self._persistent.directory.remove_targets()
             recorder.emit_end(self._components.state.progress.step, code)
         gather_json(None, "done")  # the launcher treats a rank's end as the end of all ranks
         return code
@@ -420,7 +420,7 @@ def log_summary(
     callbacks: Callbacks,
     writer: CheckpointWriter,
     components: RunComponents,
-    folder: RunDirectory,
+    directory: RunDirectory,
 ) -> None:
     """Log the final metrics, show a sample, and log the run directory; on rank 0."""
     if loop.preempted:
@@ -442,7 +442,7 @@ def log_summary(
             logger.info("%s %.4f", name, last[key])
     if loop.progress.nonfinite:
         logger.warning("%d steps were skipped: gradient not finite", loop.progress.nonfinite)
-    logger.info("files of this run: %s", folder.path)
+    logger.info("files of this run: %s", directory.path)
 
 
 def _show_sample(sample: Callable[[nn.Module], Any], model: nn.Module) -> None:

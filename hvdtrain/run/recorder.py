@@ -44,7 +44,7 @@ class RunRecorder:
     """Run directory with its metrics, checkpoints and events.
 
     Args:
-        folder: run directory, owned by this process.
+        directory: run directory, owned by this process.
         config: which checkpoints are kept.
         sinks: also receive the metrics, from `open` to `end_sinks`.
 
@@ -55,26 +55,26 @@ class RunRecorder:
 
     def __init__(
         self,
-        folder: RunDirectory,
+        directory: RunDirectory,
         config: CheckpointConfig,
         sinks: Sequence[BackgroundSink] = (),
     ) -> None:
-        self.folder = folder
+        self.directory = directory
         self.sinks = sinks
-        held = folder.ownership.held
+        held = directory.ownership.held
         self._held = held
         self.manager = CheckpointManager(
-            folder.checkpoints,
+            directory.checkpoints,
             config.keep,
-            partial(folder.ownership.confirm, _CONFIRM_S),
+            partial(directory.ownership.confirm, _CONFIRM_S),
             config.keep_best,
         )
         self.metrics: MetricsFile | None = None
         self.ranks: MetricsFile | None = None
         self.writer: CheckpointWriter | None = None
-        self.events = EventsFile(folder.events, held)
-        self.starts = folder.starts()
-        self._small = LateFiles(partial(folder.ownership.confirm, _CONFIRM_S))
+        self.events = EventsFile(directory.events, held)
+        self.starts = directory.starts()
+        self._small = LateFiles(partial(directory.ownership.confirm, _CONFIRM_S))
         self._sinks_ended = False
         self._numbers: dict[str, int] = {}  # claim -> number of the generation
         self._restarts = 0
@@ -110,8 +110,8 @@ class RunRecorder:
             if not tolerate_errors:
                 raise
             logger.error("%s: %s; training continues", self.manager.root, error.strerror)
-        self.metrics = MetricsFile(self.folder.metrics, step, self._held, tolerate_errors)
-        self.ranks = MetricsFile(self.folder.ranks, step, self._held, tolerate_errors)
+        self.metrics = MetricsFile(self.directory.metrics, step, self._held, tolerate_errors)
+        self.ranks = MetricsFile(self.directory.ranks, step, self._held, tolerate_errors)
         for sink in self.sinks:
             sink.start(self.metrics.last_step or 0)
         self.writer = CheckpointWriter(self.manager, self.manager.newest_step(), self.events.write)
@@ -240,14 +240,14 @@ class RunRecorder:
         )
 
     def _failures(self) -> int:
-        files = (self.metrics, self.ranks, self.events, self._small, self.folder.ownership)
+        files = (self.metrics, self.ranks, self.events, self._small, self.directory.ownership)
         return sum(file.failures for file in files if file is not None)
 
 
-def build_recorder(config: Config, folder: RunDirectory) -> RunRecorder:
+def build_recorder(config: Config, directory: RunDirectory) -> RunRecorder:
     """Build rank 0's recorder for a run directory that it owns."""
-    sinks = build_sinks(config.telemetry, folder.path)
-    return RunRecorder(folder, config.checkpoint, [BackgroundSink(sink) for sink in sinks])
+    sinks = build_sinks(config.telemetry, directory.path)
+    return RunRecorder(directory, config.checkpoint, [BackgroundSink(sink) for sink in sinks])
 
 
 class LateFiles:
@@ -333,7 +333,7 @@ class PersistentState:
 
     Attributes:
         run_id: of the run; rank 0 decides it.
-        folder: run directory; rank 0 decides it.
+        directory: run directory; rank 0 decides it.
         claim: of this process to the run directory.
         recorder: on the rank that is, or was, rank 0.
         generations: start event of each generation in which this process took part.
@@ -350,8 +350,8 @@ class PersistentState:
         self._watchdog = watchdog
         self._local_rank = local_rank
         self.run_id = config.run.id or default_id(config.task)
-        self.folder = RunDirectory(Path(config.run.root) / self.run_id)
-        self.folder.ownership.look()  # first of two reads of the owner's counter
+        self.directory = RunDirectory(Path(config.run.root) / self.run_id)
+        self.directory.ownership.look()  # first of two reads of the owner's counter
         self.claim = Claim.of_this_process()
         self.recorder: RunRecorder | None = None
         self.generations: list[dict[str, Any]] = []
@@ -365,8 +365,8 @@ class PersistentState:
     def take_run_id(self, run_id: str) -> None:
         """Adopt rank 0's run ID: without run.id each process has made its own."""
         self.run_id = run_id
-        if self.folder.path.name != run_id:
-            self.folder = RunDirectory(Path(self._config.run.root) / run_id)
+        if self.directory.path.name != run_id:
+            self.directory = RunDirectory(Path(self._config.run.root) / run_id)
 
     def open_directory(
         self, topology: Topology, claim: Claim | None, tolerate_errors: bool, begun: bool = False
@@ -388,17 +388,17 @@ class PersistentState:
         if topology.rank == 0 and self.recorder is None:
             fresh = self._config.run.resume == "never" and not (tolerate_errors or begun)
             self.claim = claim or self.claim
-            self.folder.prepare(fresh, self.claim, tolerate_errors)
+            self.directory.prepare(fresh, self.claim, tolerate_errors)
             log.to_screen(terminal())
-            self.recorder = build_recorder(self._config, self.folder)
+            self.recorder = build_recorder(self._config, self.directory)
         self._open_log(topology, tolerate_errors)
         self._log_of = topology
-        logger.info("run %s on %s", self.folder.path, topology.describe())
+        logger.info("run %s on %s", self.directory.path, topology.describe())
         if setting := self._config.depends_on_ranks:
             logger.info("the curve depends on the number of ranks: %s", setting)
 
     def _open_log(self, topology: Topology, tolerate_errors: bool) -> None:
-        logs = self.folder.logs
+        logs = self.directory.logs
         log.close_files()
         try:
             log.to_file(logs, topology.rank, topology.host)
@@ -419,7 +419,7 @@ class PersistentState:
             self.close()
             self.release()
             self.recorder = None
-            self.folder = RunDirectory(self.folder.path)
+            self.directory = RunDirectory(self.directory.path)
         self._log_of = None
 
     def close(self) -> None:
@@ -432,4 +432,4 @@ class PersistentState:
         if self.recorder is not None:
             # If the ranks end by an agreed error, the save may still be in progress.
             self.recorder.wait_for_save()
-        self.folder.ownership.release()
+        self.directory.ownership.release()

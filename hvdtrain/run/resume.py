@@ -42,21 +42,23 @@ def resume(
     logger.info("%s", components.prepared.resolved.describe_length())
     for note in components.datasets.notes:
         logger.info("%s", note)
-    folder = on_all_ranks("resume", lambda: _load(config, components, persistent, group))
+    directory = on_all_ranks("resume", lambda: _load(config, components, persistent, group))
     persistent.initial = False
     state.broadcast(root=0)
     if state.of_scope("local", "sharded"):
-        name = broadcast_json(str(folder.absolute()) if folder else "", "resume.folder")
+        name = broadcast_json(str(directory.absolute()) if directory else "", "resume.directory")
         own = Path(name) if name else None
         on_all_ranks("resume.local", lambda: _load_own(config, components, own, group))
 
 
-def _load_own(config: Config, components: RunComponents, folder: Path | None, group: Group) -> None:
+def _load_own(
+    config: Config, components: RunComponents, directory: Path | None, group: Group
+) -> None:
     """Load state that is not replicated, on every rank."""
     state = components.state
-    state.load_local(folder, group)
-    if folder is not None:
-        state.read_shards(folder)
+    state.load_local(directory, group)
+    if directory is not None:
+        state.read_shards(directory)
     elif state.spanned and config.run.init_from is not None:
         from hvdtrain.parallel.spanned import take_over
 
@@ -84,7 +86,7 @@ def _load(
         if recorder is not None and recorder.writer is not None:  # later saves no longer count
             writer = recorder.writer
             writer.taken_step = min(writer.taken_step, components.state.progress.step)
-        return checkpoint.folder
+        return checkpoint.directory
     if (lost or not persistent.initial) and group.rank == 0:
         # The model holds part of a state whose source died, or an abandoned state. A model that
         # spans ranks has just been rebuilt for the current ranks.

@@ -63,8 +63,8 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
             if number != "0" and controller not in controllers.split(","):
                 continue
             top = root / "sys/fs/cgroup" / ("" if number == "0" else controllers)
-            folder = top / group.lstrip("/")
-            for inner in (folder, *folder.parents):
+            directory = top / group.lstrip("/")
+            for inner in (directory, *directory.parents):
                 yield inner
                 if inner == top:
                     break

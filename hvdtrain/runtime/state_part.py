@@ -78,7 +78,7 @@ class ShardedPart(ABC):
         """See StatePart: identical on all intact ranks that hold the same shard."""
 
     @abstractmethod
-    def read(self, folder: Path, version: int) -> None:
+    def read(self, directory: Path, version: int) -> None:
         """Load this rank's shards from a checkpoint, whichever ranks saved them.
 
         Args:

@@ -46,9 +46,9 @@ def _launchers_stderr() -> Path | None:
         if not pipe.startswith("pipe:"):
             return None
         for ancestor in psutil.Process().parents():
-            folder = Path(f"/proc/{ancestor.pid}")
-            if _reads(folder, pipe):
-                stderr = folder / "fd/2"
+            directory = Path(f"/proc/{ancestor.pid}")
+            if _reads(directory, pipe):
+                stderr = directory / "fd/2"
                 return stderr if stderr.is_char_device() else None
     except (OSError, psutil.Error):
         pass  # another user's process, or gone

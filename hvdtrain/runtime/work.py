@@ -64,12 +64,12 @@ def work(pid: int) -> int:
             done += _work_of_thread(thread)
     for child in _descendants(pid):
         with suppress(OSError):  # it has ended
-            folder = Path(f"/proc/{child}")
-            name, fields = _stat(folder)
+            directory = Path(f"/proc/{child}")
+            name, fields = _stat(directory)
             if name == WATCHDOG:
                 continue
             done += _ticks(fields, _OWN_TICKS) + _ticks(fields, _ENDED_TICKS)
-            done += _blocks(folder, _DISK)
+            done += _blocks(directory, _DISK)
     return done
 
 
@@ -81,9 +81,9 @@ def _work_of_thread(thread: Path) -> int:
     return _ticks(fields, _OWN_TICKS) + _FAULT * faults + _blocks(thread, _DISK + _CALLS)
 
 
-def _stat(folder: Path) -> tuple[str, list[str]]:
+def _stat(directory: Path) -> tuple[str, list[str]]:
     """Return the name of a process or thread, and the fields after it."""
-    head, _, tail = (folder / "stat").read_text().rpartition(")")
+    head, _, tail = (directory / "stat").read_text().rpartition(")")
     return head.partition("(")[2], tail.split()
 
 
@@ -91,8 +91,8 @@ def _ticks(fields: list[str], which: slice) -> int:
     return sum(map(int, fields[which]))
 
 
-def _blocks(folder: Path, which: tuple[str, ...]) -> int:
-    counts = dict(line.split(": ") for line in (folder / "io").read_text().splitlines())
+def _blocks(directory: Path, which: tuple[str, ...]) -> int:
+    counts = dict(line.split(": ") for line in (directory / "io").read_text().splitlines())
     return sum(int(counts[name]) for name in which) // _BLOCK
 
 

@@ -38,7 +38,9 @@ def hold(run: Path) -> Iterator[None]:
 def newest_checkpoint(run: Path) -> int:
     """Return the step of the newest finished checkpoint; 0 if there is none."""
     # Not with checkpoint.manager, which imports torch: this process only waits.
-    steps = [folder.name.removeprefix("step_") for folder in layout.finished(run / "checkpoints")]
+    steps = [
+        directory.name.removeprefix("step_") for directory in layout.finished(run / "checkpoints")
+    ]
     return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Two hosts, node1 and node2, for all tests of this folder."""
+"""Two hosts, node1 and node2, for all tests of this directory."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def cluster(two_hosts: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def runs(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
-    """An empty folder for this test's runs, which both hosts see."""
+    """An empty directory for this test's runs, which both hosts see."""
     # With the file's name: two files may have a test of the same name.
-    folder = cluster.shared / re.sub(r"\W+", "-", request.node.nodeid.rpartition("/")[2])
-    folder.mkdir()
-    return folder
+    directory = cluster.shared / re.sub(r"\W+", "-", request.node.nodeid.rpartition("/")[2])
+    directory.mkdir()
+    return directory
 
 
 @pytest.fixture(scope="session")

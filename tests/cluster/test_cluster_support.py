@@ -116,13 +116,13 @@ def test_ended_owner_leaves_no_trace(cluster: Cluster, end: signal.Signals) -> N
     )
     assert owner.stdout is not None
     with owner.stdout:
-        folder, *pids = owner.stdout.readline().split()
+        directory, *pids = owner.stdout.readline().split()
     owner.send_signal(end)
     owner.wait(20)
     assert len(pids) == 2
     poll(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids), 10, "the hosts' end")
     with Cluster([]):  # any later start removes what a killed one left
-        assert not Path(folder).exists()
+        assert not Path(directory).exists()
     assert _machine() == before
 
 
@@ -130,7 +130,7 @@ def _machine() -> dict[str, object]:
     """All that a cluster must not change."""
     links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True)
     files = {file: Path(file).read_bytes() for file in ("/etc/hosts", "/etc/ssh/ssh_config")}
-    folders = ["/run/netns", "/etc/ssh/ssh_config.d", str(Path.home() / ".ssh")]
-    listings = {f: sorted(os.listdir(f)) for f in folders if os.path.isdir(f)}
+    directories = ["/run/netns", "/etc/ssh/ssh_config.d", str(Path.home() / ".ssh")]
+    listings = {f: sorted(os.listdir(f)) for f in directories if os.path.isdir(f)}
     mounts = Path("/proc/self/mounts").read_text()
     return {"links": links.stdout, "mounts": mounts, **files, **listings}

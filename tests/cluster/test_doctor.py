@@ -50,7 +50,7 @@ def _made(doctor: Examined, fault: Fault) -> Iterator[None]:
         "package": REPOSITORY / "hvdtrain",
         "bin": Path(sys.prefix, "bin"),
         "shared": shared,
-        "folder": shared.parent,
+        "directory": shared.parent,
     }
 
     def do(command: str) -> None:
@@ -72,7 +72,7 @@ def _check(doctor: Examined, faults: Sequence[Fault], cwd: Path = REPOSITORY) ->
         for fault in faults:
             stack = mended_by_itself if fault.mend == OWN else undone
             stack.enter_context(_made(doctor, fault))
-        path = {"PATH": f"/tmp/other:{ENVIRONMENT['PATH']}"}  # node1 has no such folder
+        path = {"PATH": f"/tmp/other:{ENVIRONMENT['PATH']}"}  # node1 has no such directory
         findings = doctor.findings(hosts=faults[0].hosts, cwd=cwd, env=path)
         for fault in faults:
             found = named(findings, fault.check, fault.where)
@@ -126,7 +126,7 @@ def test_login_fault_is_named_with_a_fix(
 ) -> None:
     if "host key" in name:
         request.getfixturevalue("strict")
-    cwd = doctor.root if name == "no such folder" else REPOSITORY
+    cwd = doctor.root if name == "no such directory" else REPOSITORY
     _check(doctor, [OF_A_LOGIN[name]], cwd=cwd)
 
 
@@ -289,18 +289,18 @@ def test_horovod_wheel_that_mismatches_or_fails_to_load_is_named(doctor: Examine
 
 
 def test_different_training_data_on_a_host_is_named(doctor: Examined) -> None:
-    folder = doctor.root / "data"
-    folder.mkdir()
-    (folder / "a.txt").write_text("the same on both hosts " * 200)
-    flags = ("--data.train", str(folder), "--data.validation_fraction", "0.2")
+    directory = doctor.root / "data"
+    directory.mkdir()
+    (directory / "a.txt").write_text("the same on both hosts " * 200)
+    flags = ("--data.train", str(directory), "--data.validation_fraction", "0.2")
     doctor.on(
-        "node2", f"mount -t tmpfs tmpfs {folder} && yes other | head -c 9000 > {folder}/a.txt"
+        "node2", f"mount -t tmpfs tmpfs {directory} && yes other | head -c 9000 > {directory}/a.txt"
     )
     try:
         found = named(doctor.findings(flags=flags), "data", "node2")
         assert "different training data" in found["what"]
     finally:
-        doctor.on("node2", f"umount -l {folder}")
+        doctor.on("node2", f"umount -l {directory}")
 
 
 def test_slow_host_is_named(doctor: Examined) -> None:

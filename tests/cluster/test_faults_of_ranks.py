@@ -79,24 +79,26 @@ def test_survivors_continue_when_a_disk_hangs_rank_0(
 
 
 class Frozen:
-    """A file system of node1 at a folder, whose every write hangs in the kernel while frozen."""
+    """A file system of node1 at a directory, whose every write hangs in the kernel while frozen."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self._cluster, self._folder = cluster, folder
-        folder.mkdir()
-        image = folder.with_suffix(".ext4")
+    def __init__(self, cluster: Cluster, directory: Path) -> None:
+        self._cluster, self._directory = cluster, directory
+        directory.mkdir()
+        image = directory.with_suffix(".ext4")
         with image.open("wb") as file:
             file.truncate(32 << 20)
-        image, folder = shlex.quote(str(image)), shlex.quote(str(folder))  # type: ignore[assignment]
-        self._run(f"/sbin/mkfs.ext4 -q -F {image} && mount -o loop,noatime {image} {folder}")
+        image, directory = shlex.quote(str(image)), shlex.quote(str(directory))  # type: ignore[assignment]
+        self._run(f"/sbin/mkfs.ext4 -q -F {image} && mount -o loop,noatime {image} {directory}")
 
     def freeze(self) -> None:
-        self._run(f"/sbin/fsfreeze -f {self._folder}")
+        self._run(f"/sbin/fsfreeze -f {self._directory}")
         # Should this process be killed meanwhile: nothing but this would end who writes there.
-        self._cluster.start("node1", ["sh", "-c", f"sleep 100; /sbin/fsfreeze -u {self._folder}"])
+        self._cluster.start(
+            "node1", ["sh", "-c", f"sleep 100; /sbin/fsfreeze -u {self._directory}"]
+        )
 
     def thaw(self) -> None:
-        self._run(f"/sbin/fsfreeze -u {self._folder}")
+        self._run(f"/sbin/fsfreeze -u {self._directory}")
 
     def _run(self, command: str) -> None:
         done = self._cluster.run("node1", ["sh", "-c", command])

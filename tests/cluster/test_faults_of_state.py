@@ -46,7 +46,7 @@ J = TypeVar("J", MpiJob, ElasticJob)
 
 
 class Start(Protocol):
-    """Starts a job in the test's folder, on both hosts; `env` is added to its environment."""
+    """Starts a job in the test's directory, on both hosts; `env` is added to its environment."""
 
     def __call__(self, kind: type[J], arguments: str = HELD, np: int = ..., **env: str) -> J: ...
 
@@ -74,7 +74,7 @@ def hold(runs: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(two_hosts: Cluster) -> Path:
-    """The folder of the undisturbed run."""
+    """The directory of the undisturbed run."""
     root = two_hosts.shared / "undisturbed"
     root.mkdir()
     MpiJob(two_hosts, root, f"{HELD} --checkpoint.keep 10", NO_PACE).ended(0)
@@ -183,11 +183,11 @@ def _flip(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "torn": lambda folder: (folder / "optimizer.safetensors").unlink(),
-    "truncated": lambda folder: os.truncate(folder / "model.safetensors", 100),
-    "flipped": lambda folder: _flip(folder / "model.safetensors"),
-    "no list of files": lambda folder: (folder / "files.json").unlink(),
-    "no marker": lambda folder: (folder / "complete").unlink(),
+    "torn": lambda directory: (directory / "optimizer.safetensors").unlink(),
+    "truncated": lambda directory: os.truncate(directory / "model.safetensors", 100),
+    "flipped": lambda directory: _flip(directory / "model.safetensors"),
+    "no list of files": lambda directory: (directory / "files.json").unlink(),
+    "no marker": lambda directory: (directory / "complete").unlink(),
 }
 
 
@@ -198,13 +198,13 @@ def test_resume_skips_damaged_checkpoints(undisturbed: Path, tmp_path: Path) -> 
     newest = sorted((run / "checkpoints").glob("step_*"), reverse=True)
     whole = newest[len(DAMAGES)]
     del newest[len(DAMAGES) :]
-    for folder, damage in zip(newest, DAMAGES.values(), strict=True):
-        damage(folder)
+    for directory, damage in zip(newest, DAMAGES.values(), strict=True):
+        damage(directory)
     flags = f"{PACED} {HELD} --run.root {tmp_path} --run.id case".split()
     done = local.run(tmp_path / "output", flags, env=NO_PACE)
     assert done.returncode == 0, done
-    for folder, damage in zip(newest, DAMAGES, strict=True):
-        assert folder.name in done.stderr, (damage, done)
+    for directory, damage in zip(newest, DAMAGES, strict=True):
+        assert directory.name in done.stderr, (damage, done)
     assert f"resumed from the checkpoint of step {int(whole.name[-8:])}" in done.stderr, done
     assert_same_curve(local.metrics(run), local.metrics(undisturbed))
     assert_clean(run)
@@ -217,8 +217,8 @@ def _assert_whole_checkpoints(run: Path, newest: int) -> None:
     names = [path.name for path in root.iterdir() if not path.name.startswith("left_")]
     assert sorted(names) == [path.name for path in finished(root)]
     assert max(names) == f"step_{newest:08}"
-    for folder in finished(root):
-        verify(folder)
+    for directory in finished(root):
+        verify(directory)
 
 
 def test_death_of_rank_0_in_a_save_leaves_only_whole_checkpoints(
@@ -324,8 +324,8 @@ def _check(cluster: Cluster, *command: str) -> str:
     return done.stdout
 
 
-def _fill(folder: Path) -> None:
-    with suppress(OSError), open(folder / "ballast", "wb", buffering=0) as file:
+def _fill(directory: Path) -> None:
+    with suppress(OSError), open(directory / "ballast", "wb", buffering=0) as file:
         while True:
             file.write(bytes(512))
 

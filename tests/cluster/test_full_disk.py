@@ -18,7 +18,7 @@ from tests.support.faults import ElasticJob
 
 @contextmanager
 def _small_disk(cluster: Cluster, run: Path) -> Iterator[Path]:
-    """Of 1 MB for the run, on node1 alone; the folder as this process sees it."""
+    """Of 1 MB for the run, on node1 alone; the directory as this process sees it."""
     run.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(run)]
     assert cluster.run("node1", mount).returncode == 0

@@ -110,18 +110,18 @@ def test_secrets_of_ranks_are_hidden_from_other_users(
 def test_ranks_start_in_the_working_directory_with_the_environment(
     cluster: Cluster, runs: Path, shared: bool
 ) -> None:
-    folder = runs / 'it\'s "here"; cd'
+    directory = runs / 'it\'s "here"; cd'
     if shared:
-        folder.mkdir()
-        seen = folder
+        directory.mkdir()
+        seen = directory
     else:
-        folder = Path("/tmp/on node1 alone")
-        cluster.file("node1", str(folder)).mkdir()
+        directory = Path("/tmp/on node1 alone")
+        cluster.file("node1", str(directory)).mkdir()
         seen = Path(os.environ.get("HOME", "/root"))  # where ssh leads, as ever
     odd = "two\nlines, 'quotes\" $HOME `date` \\ and Ünïcode \udcff"
-    done = cluster.run("node1", [*PLAIN, "python", "-c", SHOW], {"ODD": odd}, cwd=folder)
+    done = cluster.run("node1", [*PLAIN, "python", "-c", SHOW], {"ODD": odd}, cwd=directory)
     assert done.returncode == 0, done
-    assert f"[0]<stdout>:{[str(folder), odd]!a}" in done.stdout, done
+    assert f"[0]<stdout>:{[str(directory), odd]!a}" in done.stdout, done
     assert f"[1]<stdout>:{[str(seen), odd]!a}" in done.stdout, done
 
 

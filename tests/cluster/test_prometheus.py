@@ -60,13 +60,13 @@ def watched(two_hosts: Cluster) -> Iterator[Watched]:
         pytest.fail("prometheus is not installed")
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed")
-    folder = two_hosts.shared / "prometheus"
-    control = folder / "control"
+    directory = two_hosts.shared / "prometheus"
+    control = directory / "control"
     control.mkdir(parents=True)
-    (folder / "runs").mkdir()
+    (directory / "runs").mkdir()
     env = {"HVDTRAIN_TEST_CONTROL": str(control), "HVDTRAIN_TEST_LAG": f"3:0.1:{control}/lag"}
-    prometheus = Prometheus(two_hosts, "node1", folder / "prometheus", folder / "runs")
-    job = ElasticJob(two_hosts, folder / "runs", arguments=ARGUMENTS, env=env)
+    prometheus = Prometheus(two_hosts, "node1", directory / "prometheus", directory / "runs")
+    job = ElasticJob(two_hosts, directory / "runs", arguments=ARGUMENTS, env=env)
     try:
         job.wait_for_step(5)
         yield Watched(job, prometheus, control)
@@ -115,7 +115,7 @@ def test_nonfinite_loss_alert_fires_and_resolves(watched: Watched) -> None:
 def test_stale_checkpoint_alert_fires_and_resolves(watched: Watched) -> None:
     good = watched.job.run / "checkpoints"
     kept = good.rename(good.with_name("kept"))
-    good.write_text("no folder")
+    good.write_text("no directory")
     watched.prometheus.wait_for("CheckpointStale", 40, run="case")
     assert watched.value(f"max(hvdtrain_checkpoint_failures_total{{{RUN}}})") > 0
     good.unlink()

@@ -43,7 +43,7 @@ class SlurmRun:
     launcher: str
 
     @property
-    def folder(self) -> Path:
+    def directory(self) -> Path:
         return self.root / f"slurm-{self.job}"
 
     @property
@@ -59,8 +59,8 @@ class SlurmRun:
         return [process for process in every if str(self.root) in process.command.split()]
 
     def lines(self) -> list[dict[str, float]]:
-        written = (self.folder / "metrics.jsonl").exists()
-        return runs.metrics(self.folder) if written else []
+        written = (self.directory / "metrics.jsonl").exists()
+        return runs.metrics(self.directory) if written else []
 
     def wait_for_steps(self, since: float = 0.0) -> None:
         """Waits for two steps that ended after a time (unix)."""
@@ -115,7 +115,7 @@ def slurm() -> Iterator[Slurm]:
 
 
 class Submit(Protocol):
-    """Submits slurm/train.sbatch in a folder of that name.
+    """Submits slurm/train.sbatch in a directory of that name.
 
     `options` are sbatch's, `more` are flags of hvdtrain.train, `env` is added to the environment;
     `script` is another one than the repository's, with `TRAIN` in it.
@@ -199,7 +199,7 @@ def _check_curve(run: SlurmRun, undisturbed: SlurmRun) -> None:
     """Each step until now once, and the losses of the undisturbed job."""
     lines = run.lines()
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    expected = runs.losses(undisturbed.folder)[: len(lines)]
+    expected = runs.losses(undisturbed.directory)[: len(lines)]
     assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-4)
 
 

@@ -60,15 +60,17 @@ class Steps:
 
 def prepare(steps: Steps, gpu: bool) -> str:
     """The interpreter of an environment with hvdtrain and Horovod, beside this one's packages."""
-    folder = WORK / "venv"
-    shutil.rmtree(folder, ignore_errors=True)
+    directory = WORK / "venv"
+    shutil.rmtree(directory, ignore_errors=True)
     # No pip of its own: ensurepip is missing on many machines. --system-site-packages would
     # show those of the Python below this one, where this one is an environment itself.
-    steps.run("venv", [sys.executable, "-m", "venv", "--without-pip", str(folder)], INSTALL_SECONDS)
-    python = str(folder / "bin" / "python")
+    steps.run(
+        "venv", [sys.executable, "-m", "venv", "--without-pip", str(directory)], INSTALL_SECONDS
+    )
+    python = str(directory / "bin" / "python")
     parents = [*site.getsitepackages(), site.getusersitepackages()]
     lines = [f"import site; site.addsitedir({parent!r})" for parent in parents]
-    (here,) = folder.glob("lib/python*/site-packages")
+    (here,) = directory.glob("lib/python*/site-packages")
     (here / "parents.pth").write_text("\n".join(lines) + "\n")
     pip = [python, "-m", "pip", "install", "--no-build-isolation"]
     if KIT.is_dir():

@@ -2,7 +2,7 @@
 
 Runs in the environment that tests/gpu/check.py makes. Each check starts hvdtrain's own commands,
 every one with a limit; one that fails does not keep the others from being run. What was seen so
-far is in the results folder after each, should the machine be taken away.
+far is in the results directory after each, should the machine be taken away.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Machine:
         return [*_TRAIN, *flags.split(), *self.model]
 
     def train(self, name: str, launcher: list[str], seconds: float, more: str = "") -> Path:
-        """Such a run; its folder."""
+        """Such a run; its directory."""
         env = {"CUDA_VISIBLE_DEVICES": ""} if name == "cpu" else {}
         self.run([*launcher, *self.rank(name), *more.split()], seconds, env=env)
         return self.work / name

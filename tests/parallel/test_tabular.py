@@ -73,8 +73,8 @@ def test_rank_with_too_few_rows_raises_on_every_rank(topology: Topology) -> None
 
 
 def test_ranks_find_the_same_columns_as_one_rank(topology: Topology, tmp_path: Path) -> None:
-    folder = Path(broadcast_json(str(tmp_path), "folder"))
-    file = folder / "t.parquet"
+    directory = Path(broadcast_json(str(tmp_path), "directory"))
+    file = directory / "t.parquet"
     if topology.rank == 0:
         write(sales(3000), file)
     broadcast_json(None, "written")

@@ -13,27 +13,27 @@ import pytest
 from tests.support import runs
 from tests.support.torch_ranks import on_torch_ranks
 
-_MPI_FOLDER = "OMPI_MCA_orte_tmpdir_base"
+_MPI_DIRECTORY = "OMPI_MCA_orte_tmpdir_base"
 _STARTERS = (runs, runs.start, runs.run, runs.train, on_torch_ranks)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _folder_of_mpirun() -> Iterator[None]:
+def _directory_of_mpirun() -> Iterator[None]:
     """Each mpirun removes /tmp/ompi.HOST.UID if it is empty, while that of another worker starts.
 
     That one then ends with 1, sometimes without a word.
     """
-    with tempfile.TemporaryDirectory(prefix="mpi", dir="/tmp") as folder:
-        os.environ[_MPI_FOLDER] = folder
+    with tempfile.TemporaryDirectory(prefix="mpi", dir="/tmp") as directory:
+        os.environ[_MPI_DIRECTORY] = directory
         yield
-        del os.environ[_MPI_FOLDER]
+        del os.environ[_MPI_DIRECTORY]
 
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Files of a self-signed certificate for 127.0.0.1, and of its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    files = str(folder / "cert.pem"), str(folder / "key.pem")
+    directory = tmp_path_factory.mktemp("tls")
+    files = str(directory / "cert.pem"), str(directory / "key.pem")
     command = shlex.split(
         "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=node1"
         f" -addext subjectAltName=IP:127.0.0.1 -out {files[0]} -keyout {files[1]}"

@@ -80,7 +80,9 @@ def test_recomputation_updates_batchnorm_statistics_once(tmp_path: Path) -> None
         assert done.returncode == 0, done
     plain, again = (tmp_path / mode for mode in modes)
     assert losses(again) == losses(plain)
-    weights = [folder / "checkpoints/step_00000003/model.safetensors" for folder in (plain, again)]
+    weights = [
+        directory / "checkpoints/step_00000003/model.safetensors" for directory in (plain, again)
+    ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 

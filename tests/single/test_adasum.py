@@ -28,14 +28,14 @@ def test_adasum_on_four_ranks_matches_the_paper(tmp_path: Path) -> None:
 def test_adasum_run_learns_resumes_exactly_and_reports_rank_dependence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = train(tmp_path, "adasum", FLAGS, "mpirun:2")
-    curve = losses(folder)
+    directory = train(tmp_path, "adasum", FLAGS, "mpirun:2")
+    curve = losses(directory)
     assert curve[-1] < 0.8 * curve[0]
-    checkpoint = folder / f"checkpoints/step_{HALF:08}"
+    checkpoint = directory / f"checkpoints/step_{HALF:08}"
     resumed = train(tmp_path, "resumed", [*FLAGS, "--run.resume", str(checkpoint)], "mpirun:2")
     assert losses(resumed) == curve[HALF:]
-    assert weights(resumed, STEPS) == weights(folder, STEPS)
-    assert main(["audit", str(folder)]) == 0
+    assert weights(resumed, STEPS) == weights(directory, STEPS)
+    assert main(["audit", str(directory)]) == 0
     said = "the curve depends on the number of ranks: exchange.reduce adasum"
     assert said in capsys.readouterr().out
 

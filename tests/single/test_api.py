@@ -108,10 +108,18 @@ def test_runs_without_id_get_distinct_directories_under_the_files_root(
 ) -> None:
     (tmp_path / "mine.yaml").write_text(f"run:\n  root: {tmp_path}/somewhere\n")
     results = [hvdtrain.run(str(tmp_path / "mine.yaml")) for _ in range(3)]
-    first = results[0].folder
+    first = results[0].directory
     assert first.parent == tmp_path / "somewhere" and first.name.endswith("-mine")
-    assert len({result.folder for result in results}) == 3, "started in one second"
+    assert len({result.directory for result in results}) == 3, "started in one second"
     assert "--hosts localhost:1" in " ".join(started[0][0])
+
+
+def test_folder_is_a_deprecated_name_of_directory() -> None:
+    run, result = hvdtrain.Run(FORMAT_1), hvdtrain.RunResult(FORMAT_1, {}, 0)
+    with pytest.warns(DeprecationWarning, match="use Run.directory"):
+        assert run.folder == run.directory
+    with pytest.warns(DeprecationWarning, match="use RunResult.directory"):
+        assert result.folder == result.directory
 
 
 @pytest.mark.parametrize(
@@ -156,21 +164,21 @@ def test_run_files_are_readable_with_and_without_pandas(monkeypatch: pytest.Monk
 
 
 def test_model_is_loaded_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "copy"  # without the data it was trained on
-    shutil.copytree(FORMAT_1, folder)
-    (folder / "checkpoints/step_00000012/complete").unlink()
-    model = hvdtrain.Run(folder).model()
+    directory = tmp_path / "copy"  # without the data it was trained on
+    shutil.copytree(FORMAT_1, directory)
+    (directory / "checkpoints/step_00000012/complete").unlink()
+    model = hvdtrain.Run(directory).model()
     saved = type(model).upgrade_checkpoint(  # type: ignore[operator]
-        read_part(folder / "checkpoints/step_00000006", "model")
+        read_part(directory / "checkpoints/step_00000006", "model")
     )
     assert not model.training
     for name, tensor in model.state_dict().items():
         if name in saved:
             torch.testing.assert_close(tensor, saved[name], rtol=0, atol=0)
-    for checkpoint in folder.glob("checkpoints/*"):
+    for checkpoint in directory.glob("checkpoints/*"):
         shutil.rmtree(checkpoint)
     with pytest.raises(UserError, match="no finished checkpoint"):
-        hvdtrain.Run(folder).model()
+        hvdtrain.Run(directory).model()
 
 
 @pytest.mark.slow

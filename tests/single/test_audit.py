@@ -27,7 +27,7 @@ Lines = list[dict[str, Any]]
 
 @st.composite
 def _histories(draw: st.DrawFn, off: Sequence[float] = (0.0,)) -> Callable[[Path], History]:
-    """Plans of runs with up to 6 generations; each is played into a folder.
+    """Plans of runs with up to 6 generations; each is played into a directory.
 
     Args:
         off: by which the clocks may differ, in seconds.
@@ -47,8 +47,8 @@ def _histories(draw: st.DrawFn, off: Sequence[float] = (0.0,)) -> Callable[[Path
     finished = draw(st.booleans())
     clocks = draw(st.lists(st.sampled_from(off), min_size=12, max_size=12))
 
-    def play(folder: Path) -> History:
-        history = History(folder, log_every, eval_every, save_every)
+    def play(directory: Path) -> History:
+        history = History(directory, log_every, eval_every, save_every)
         history.off = clocks[0]
         history.launch(2)
         history.steps(draw(st.integers(0, 14)))
@@ -80,7 +80,7 @@ def _histories(draw: st.DrawFn, off: Sequence[float] = (0.0,)) -> Callable[[Path
 def test_fault_free_history_is_clean(play: Callable[[Path], History]) -> None:
     with TemporaryDirectory() as root:
         history = play(Path(root) / "run")
-        found = audit(history.folder)
+        found = audit(history.directory)
         assert found.clean and not found.lineage.findings, found.to_text()
         stops = [0, *(segment.sample_stop for segment in found.lineage.segments)]
         starts = [segment.sample_start for segment in found.lineage.segments]
@@ -96,7 +96,7 @@ def test_fault_free_history_is_clean(play: Callable[[Path], History]) -> None:
 def test_audit_does_not_depend_on_clocks(play: Callable[[Path], History]) -> None:
     with TemporaryDirectory() as root:
         history = play(Path(root) / "run")
-        found = audit(history.folder)
+        found = audit(history.directory)
         assert found.clean and not found.lineage.findings, found.to_text()
         assert sum(found.goodput.parts.values()) == pytest.approx(found.goodput.wall, abs=1e-3)
         assert all(seconds >= 0 for seconds in found.goodput.parts.values())
@@ -109,30 +109,30 @@ def test_clock_set_back_does_not_reduce_goodput(tmp_path: Path) -> None:
     history.off = -3600.0
     history.steps(TOTAL)
     history.end(0)
-    goodput = audit(history.folder).goodput
+    goodput = audit(history.directory).goodput
     assert goodput.parts["steps"] == pytest.approx(TOTAL)
     assert goodput.wall == pytest.approx(history.wall)
 
 
 def test_run_of_an_older_version_is_audited_by_timestamps(history: History) -> None:
-    lines, events = _read(history.folder, "metrics"), _read(history.folder, "events")
-    _write(history.folder, "metrics", [_without(line, "generation") for line in lines])
-    _write(history.folder, "events", [_without(event, "log_every") for event in events])
-    left = _read(history.folder, "left_metrics")
-    _write(history.folder, "left_metrics", [_without(line, "generation") for line in left])
+    lines, events = _read(history.directory, "metrics"), _read(history.directory, "events")
+    _write(history.directory, "metrics", [_without(line, "generation") for line in lines])
+    _write(history.directory, "events", [_without(event, "log_every") for event in events])
+    left = _read(history.directory, "left_metrics")
+    _write(history.directory, "left_metrics", [_without(line, "generation") for line in left])
     config = "train: {log_every: 1}"
     manifest = {"starts": [{"time": history.begin, "config": config}]}
-    (history.folder / "manifest.json").write_text(json.dumps(manifest))
-    found = audit(history.folder)
+    (history.directory / "manifest.json").write_text(json.dumps(manifest))
+    found = audit(history.directory)
     assert found.clean and not found.lineage.findings, found.to_text()
     assert found.lineage.redone == [(0, 0), (3, 3), (0, 0), (1, 1)]
 
 
 def test_metrics_line_of_a_generation_without_start_is_reported(history: History) -> None:
-    lines = _read(history.folder, "metrics")
+    lines = _read(history.directory, "metrics")
     lines[30]["generation"] = 9
-    _write(history.folder, "metrics", lines)
-    messages = [finding.message for finding in audit(history.folder).lineage.findings]
+    _write(history.directory, "metrics", lines)
+    messages = [finding.message for finding in audit(history.directory).lineage.findings]
     assert "the generation of steps [31] has no start event" in messages
 
 
@@ -223,16 +223,16 @@ def test_altered_history_is_reported(name: str, play: Callable[[Path], History],
     with TemporaryDirectory() as root:
         history = play(Path(root) / "run")
         assume(history.log_every == 1)
-        lines, events = _read(history.folder, "metrics"), _read(history.folder, "events")
+        lines, events = _read(history.directory, "metrics"), _read(history.directory, "events")
         assume(lines)
         starts = [event for event in events if event["event"] == "start"]
         kept = list(starts)
         alter(lines, starts, at % len(lines))
         gone = [start for start in kept if start not in starts]
-        _write(history.folder, "metrics", lines)
-        _write(history.folder, "events", [event for event in events if event not in gone])
+        _write(history.directory, "metrics", lines)
+        _write(history.directory, "events", [event for event in events if event not in gone])
         try:
-            found = audit(history.folder)
+            found = audit(history.directory)
         except UserError as error:
             assert "has no start event" in str(error) and not starts
             return
@@ -241,9 +241,9 @@ def test_altered_history_is_reported(name: str, play: Callable[[Path], History],
         assert "NOT clean" in found.to_text()
 
 
-def _read(folder: Path, name: str) -> Lines:
+def _read(directory: Path, name: str) -> Lines:
     lines = []
-    for text in (folder / f"{name}.jsonl").read_text().splitlines():
+    for text in (directory / f"{name}.jsonl").read_text().splitlines():
         try:
             lines.append(json.loads(text))
         except ValueError:
@@ -251,9 +251,9 @@ def _read(folder: Path, name: str) -> Lines:
     return lines
 
 
-def _write(folder: Path, name: str, lines: Lines) -> None:
+def _write(directory: Path, name: str, lines: Lines) -> None:
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / f"{name}.jsonl").write_text(text)
+    (directory / f"{name}.jsonl").write_text(text)
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def history(tmp_path: Path) -> History:
 
 
 def test_goodput_attributes_time_to_the_right_category(history: History) -> None:
-    goodput = audit(history.folder).goodput
+    goodput = audit(history.directory).goodput
     assert goodput.wall == pytest.approx(history.wall)
     for part, seconds in goodput.parts.items():
         assert seconds == pytest.approx(history.spent[part], abs=1e-3), part
@@ -305,7 +305,7 @@ def test_goodput_includes_program_startup(tmp_path: Path, module: str) -> None:
 def test_report_lists_restarts_segments_and_sample_ranges(
     history: History, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["audit", str(history.folder), "--format", "json"]) == 0
+    assert cli.main(["audit", str(history.directory), "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = [
         (row["cause"], row["source"], row["from_step"], row["to_step"], row["redone"])
@@ -320,7 +320,7 @@ def test_report_lists_restarts_segments_and_sample_ranges(
     segments = [(s["first"], s["last"], s["world_size"]) for s in found["segments"]]
     assert segments == [(1, 10, 4), (11, 17, 4), (18, 20, 3), (21, 60, 2)]
     assert found["order"]["checked"] == TOTAL * SIZE and found["order"]["epochs"] == 9.375
-    assert cli.main(["audit", str(history.folder)]) == 0
+    assert cli.main(["audit", str(history.directory)]) == 0
     text = capsys.readouterr().out
     assert "3 restarts, 4 steps redone" in text
     assert "3  " in text and "3 (node1:0-1 node2:2)" in text
@@ -352,7 +352,7 @@ def test_audit_bounds_redone_steps_between_logged_steps(
     before = history.lowest
     history.steps(TOTAL)
     history.end(0)
-    found = audit(history.folder)
+    found = audit(history.directory)
     assert found.clean and said in found.to_text(), found.to_text()
     row = json.loads(found.to_json())["generations"][1]
     least, most = row["redone"], row["redone_at_most"]
@@ -360,9 +360,9 @@ def test_audit_bounds_redone_steps_between_logged_steps(
 
 
 def test_missing_metrics_line_before_a_failure_is_reported(history: History) -> None:
-    lines = _read(history.folder, "metrics")
-    _write(history.folder, "metrics", [line for line in lines if line["step"] != 17])
-    messages = [finding.message for finding in audit(history.folder).lineage.findings]
+    lines = _read(history.directory, "metrics")
+    _write(history.directory, "metrics", [line for line in lines if line["step"] != 17])
+    messages = [finding.message for finding in audit(history.directory).lineage.findings]
     assert "step 17 of generation 1 has no line of metrics" in messages
 
 
@@ -385,7 +385,7 @@ def test_local_steps_may_roll_back_only_to_the_last_common_state(
     history.recover(3, back=back)
     history.steps(TOTAL)
     history.end(0)
-    found = audit(history.folder)
+    found = audit(history.directory)
     assert found.clean == (message is None), found.to_text()
     if message is None:
         said = f"generation 1: rolled back to step {at - back}, the last step with the same"
@@ -396,22 +396,22 @@ def test_local_steps_may_roll_back_only_to_the_last_common_state(
 
 
 def test_start_from_a_nonexistent_checkpoint_is_reported(history: History) -> None:
-    events = _read(history.folder, "events")
+    events = _read(history.directory, "events")
     (saved,) = [e for e in events[:5] if e["event"] == "checkpoint" and e["step"] == 10]
     events.remove(saved)
-    _write(history.folder, "events", events)
-    found = audit(history.folder)  # it is on the disk, so there was one
+    _write(history.directory, "events", events)
+    found = audit(history.directory)  # it is on the disk, so there was one
     assert found.clean and [f.warning for f in found.lineage.findings] == [True]
-    shutil.rmtree(history.folder / "checkpoints/step_00000010")
-    found = audit(history.folder)
+    shutil.rmtree(history.directory / "checkpoints/step_00000010")
+    found = audit(history.directory)
     assert [f.kind for f in found.lineage.findings] == ["state"], found.to_text()
 
 
 def test_checkpoint_mismatch_between_disk_and_events_is_reported(history: History) -> None:
-    shutil.rmtree(history.folder / "checkpoints/step_00000060")
-    (history.folder / "checkpoints/step_00000041").mkdir()
-    (history.folder / "checkpoints/step_00000041/complete").touch()
-    found = audit(history.folder)
+    shutil.rmtree(history.directory / "checkpoints/step_00000060")
+    (history.directory / "checkpoints/step_00000041").mkdir()
+    (history.directory / "checkpoints/step_00000041/complete").touch()
+    found = audit(history.directory)
     assert found.clean
     assert [finding.message for finding in found.lineage.findings] == [
         "the checkpoint of step 41 on disk has no event",
@@ -421,8 +421,8 @@ def test_checkpoint_mismatch_between_disk_and_events_is_reported(history: Histor
 
 def test_checkpoints_deleted_by_retention_are_not_reported(history: History) -> None:
     for step in range(5, 55, 5):
-        shutil.rmtree(history.folder / f"checkpoints/step_{step:08}")
-    assert not audit(history.folder).lineage.findings
+        shutil.rmtree(history.directory / f"checkpoints/step_{step:08}")
+    assert not audit(history.directory).lineage.findings
 
 
 def test_run_started_from_another_runs_checkpoint_is_clean(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_run_started_from_another_runs_checkpoint_is_clean(tmp_path: Path) -> No
     history.crash()
     history.launch(2)
     history.steps(9)
-    found = audit(history.folder)
+    found = audit(history.directory)
     assert found.clean and not found.lineage.findings, found.to_text()
     assert "Steps 21 to 29 " in found.to_text()
     assert (found.order.start, found.order.stop) == (200, 290)
@@ -442,10 +442,10 @@ def test_run_started_from_another_runs_checkpoint_is_clean(tmp_path: Path) -> No
 def test_report_lists_healed_ranks_failed_saves_and_skipped_steps(history: History) -> None:
     history.events.write("healed", step=60, ranks=[1])
     history.events.write("checkpoint_failed", step=60, error="disk full")
-    lines = _read(history.folder, "metrics")
+    lines = _read(history.directory, "metrics")
     lines[6]["skipped"] = True
-    _write(history.folder, "metrics", lines)
-    text = audit(history.folder).to_text()
+    _write(history.directory, "metrics", lines)
+    text = audit(history.directory).to_text()
     for part in ("ranks [1] were healed after step 60", "of steps [60] failed", "steps [7]"):
         assert part in text, text
 
@@ -453,18 +453,18 @@ def test_report_lists_healed_ranks_failed_saves_and_skipped_steps(history: Histo
 def test_run_without_events_is_rejected(
     history: History, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (history.folder / "events.jsonl").unlink()
-    assert cli.main(["audit", str(history.folder)]) == 2
+    (history.directory / "events.jsonl").unlink()
+    assert cli.main(["audit", str(history.directory)]) == 2
     assert "has no events.jsonl: the run was made by a version" in capsys.readouterr().err
-    assert cli.main(["audit", str(history.folder.parent)]) == 2
+    assert cli.main(["audit", str(history.directory.parent)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
 
 
 def test_unclean_run_exits_with_1(history: History, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = _read(history.folder, "metrics")
+    lines = _read(history.directory, "metrics")
     del lines[30]
-    _write(history.folder, "metrics", lines)
-    assert cli.main(["audit", str(history.folder)]) == 1
+    _write(history.directory, "metrics", lines)
+    assert cli.main(["audit", str(history.directory)]) == 1
     assert "gap: step 31 of generation 3 has no line of metrics" in capsys.readouterr().out
 
 

@@ -23,8 +23,8 @@ def _run(root: Path, name: str, launcher: str = "", *flags: str, code: int = 0) 
     return root / name
 
 
-def _curve(folder: Path) -> list[float]:
-    lines = metrics(folder)
+def _curve(directory: Path) -> list[float]:
+    lines = metrics(directory)
     return [v for line in lines for k, v in line.items() if k in ("loss", "validation_loss")]
 
 
@@ -39,8 +39,8 @@ def test_bucketed_curve_is_independent_of_ranks_workers_and_restarts(
     parts = _run(tmp_path, "parts", "mpirun:3", *flags)
     assert _curve(parts) == _curve(whole)
     assert weights(parts, 10) == weights(whole, 10)
-    for folder in (whole, three, parts):
-        assert cli.main(["audit", str(folder)]) == 0
+    for directory in (whole, three, parts):
+        assert cli.main(["audit", str(directory)]) == 0
     assert capsys.readouterr().out.count("150 samples; at every position the order") == 3
     first = metrics(whole)[0]
     used = SampleBuckets(Sentences(TRAIN).lengths, 90, 1234).used(range(6))

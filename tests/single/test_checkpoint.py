@@ -98,29 +98,29 @@ def test_run_without_checkpoints_has_no_newest_one(tmp_path: Path) -> None:
 def test_damaged_checkpoint_is_named_and_skipped(
     manager: CheckpointManager, caplog: pytest.LogCaptureFixture, name: str, damage: str
 ) -> None:
-    folder = manager.finished()[-1]
-    DAMAGES[damage](folder / name)
-    with pytest.raises(DamagedError, match=folder.name):
-        read(folder)
+    directory = manager.finished()[-1]
+    DAMAGES[damage](directory / name)
+    with pytest.raises(DamagedError, match=directory.name):
+        read(directory)
     with caplog.at_level(logging.WARNING, "hvdtrain"):
         found = manager.newest()
     assert found is not None and _same(found, _checkpoint(10))
     (line,) = caplog.messages
-    assert folder.name in line and "trying the one before it" in line
+    assert directory.name in line and "trying the one before it" in line
 
 
 @pytest.mark.parametrize("name", FILES[:3])
 def test_verify_names_the_damaged_file(manager: CheckpointManager, name: str) -> None:
-    folder = manager.finished()[-1]
-    verify(folder)
-    _flip(-1)(folder / name)
-    with pytest.raises(DamagedError, match=f"{folder}: {name} was altered"):
-        verify(folder)
+    directory = manager.finished()[-1]
+    verify(directory)
+    _flip(-1)(directory / name)
+    with pytest.raises(DamagedError, match=f"{directory}: {name} was altered"):
+        verify(directory)
 
 
 def test_resume_is_refused_when_all_checkpoints_are_damaged(manager: CheckpointManager) -> None:
-    for folder in manager.finished():
-        _flip(100)(folder / "model.safetensors")
+    for directory in manager.finished():
+        _flip(100)(directory / "model.safetensors")
     with pytest.raises(UserError, match=r"step_00000020, step_00000010.*run\.id"):
         manager.newest()
 
@@ -217,7 +217,7 @@ def test_full_disk_leaves_no_files_and_keeps_older_checkpoints(
 def test_leftovers_of_a_killed_write_are_ignored_and_overwritten(
     manager: CheckpointManager,
 ) -> None:
-    # Killed before the rename: a temporary folder. Killed before the marker: no marker.
+    # Killed before the rename: a temporary directory. Killed before the marker: no marker.
     whole = manager.root / directory_name(20)
     shutil.copytree(whole, manager.root / f".{directory_name(30)}.tmp")
     shutil.copytree(whole, manager.root / directory_name(40))
@@ -231,14 +231,14 @@ def test_leftovers_of_a_killed_write_are_ignored_and_overwritten(
 
 
 def test_checkpoint_files_contain_no_pickle(manager: CheckpointManager) -> None:
-    for folder in manager.finished():
-        assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
-        for path in folder.iterdir():
+    for directory in manager.finished():
+        assert sorted(path.name for path in directory.iterdir()) == sorted(FILES)
+        for path in directory.iterdir():
             content = path.read_bytes()
             # A pickle of protocol 2 or later starts with 0x80, torch's archives with "PK".
             assert content[:1] != b"\x80" and content[:2] != b"PK", path
         for name in FILES[:2]:
-            assert load_file(folder / name)
+            assert load_file(directory / name)
 
 
 def test_tied_parameters_and_buffers_survive_a_round_trip(tmp_path: Path) -> None:
@@ -257,8 +257,8 @@ def test_tied_parameters_and_buffers_survive_a_round_trip(tmp_path: Path) -> Non
     torch.manual_seed(0)
     model = Tied()
     model(torch.arange(5))
-    folder = write(tmp_path, Checkpoint({"model": model_tensors(model)}, {"step": 1}))
-    saved = read(folder).parts["model"]
+    directory = write(tmp_path, Checkpoint({"model": model_tensors(model)}, {"step": 1}))
+    saved = read(directory).parts["model"]
     assert "head.weight" not in saved and int(saved["norm.num_batches_tracked"]) == 1
     torch.manual_seed(1)
     other = Tied()
@@ -278,9 +278,9 @@ class _EndingGeneration(Heartbeat):
 
 READERS = {
     "checkpoint": read,
-    "shards": lambda folder: read_part(folder, "model"),
+    "shards": lambda directory: read_part(directory, "model"),
     "verification": verify,
-    "weights": lambda folder: read_weights(folder / FILES[0]),
+    "weights": lambda directory: read_weights(directory / FILES[0]),
 }
 
 
@@ -289,9 +289,9 @@ def test_read_stops_when_the_generation_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
     tensors = {"a": torch.zeros(16 << 20, dtype=torch.uint8)}
-    folder = write(tmp_path, Checkpoint({"model": tensors}, {"step": 1}))
+    directory = write(tmp_path, Checkpoint({"model": tensors}, {"step": 1}))
     ending = _EndingGeneration()
     monkeypatch.setattr(heartbeat, "HEARTBEAT", ending)
     with pytest.raises(RankLostError, match="this generation is over"):
-        READERS[reader](folder)
+        READERS[reader](directory)
     assert ending.read()[0] <= 4, "it read on"

@@ -134,13 +134,13 @@ class _Shard:
     def save(self, checkpoint: Checkpoint) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def _capture(self, group: Group, folder: str = "") -> Checkpoint:
+    def _capture(self, group: Group, directory: str = "") -> Checkpoint:
         names = ["optimizer.rank_00000", "optimizer.rank_00001"]
         others = (names[1],) if self._rank == 0 else ()
         parts = {names[self._rank]: {"weight": torch.ones(1)}}
         step = self._loop.progress.step
         return Checkpoint(
-            parts, {"step": step}, SharedDirectory(folder, others) if folder else None
+            parts, {"step": step}, SharedDirectory(directory, others) if directory else None
         )
 
     def run(self) -> str:
@@ -259,7 +259,7 @@ def test_failed_save_is_counted_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "checkpoints"
-    root.write_bytes(b"")  # below a file nobody can make a folder, root included
+    root.write_bytes(b"")  # below a file nobody can make a directory, root included
     training = Training(root, CheckpointConfig(every=2), steps=10)
     with caplog.at_level(logging.ERROR, "hvdtrain"):
         training.steps(4)
@@ -367,12 +367,12 @@ def test_tensor_files_are_interoperable_with_safetensors(tmp_path: Path) -> None
 
 def _leave(root: Path, host: str, process: int, age: float) -> Path:
     name = hidden_name(root / "step_00000007").name.split(".")
-    folder = root / f".step_00000007.{host}.{process}.{name[-2]}.tmp"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"half")
-    for path in (folder / "model.safetensors", folder):
+    directory = root / f".step_00000007.{host}.{process}.{name[-2]}.tmp"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"half")
+    for path in (directory / "model.safetensors", directory):
         os.utime(path, (time.time() - age,) * 2)
-    return folder
+    return directory
 
 
 def test_only_leftovers_of_dead_processes_are_deleted(tmp_path: Path) -> None:
@@ -387,9 +387,9 @@ def test_only_leftovers_of_dead_processes_are_deleted(tmp_path: Path) -> None:
     assert finished(tmp_path) == []
 
 
-def _identity(folder: Path) -> int | None:
+def _identity(directory: Path) -> int | None:
     with suppress(FileNotFoundError):
-        return folder.stat().st_ino
+        return directory.stat().st_ino
     return None
 
 
@@ -411,13 +411,13 @@ def test_concurrent_saves_of_the_same_steps_stay_intact(tmp_path: Path) -> None:
     both = [subprocess.Popen(command, cwd=REPOSITORY) for _ in range(2)]
     seen = 0
     while any(process.poll() is None for process in both):
-        for folder in finished(tmp_path):
-            before = _identity(folder)
+        for directory in finished(tmp_path):
+            before = _identity(directory)
             try:
-                verify(folder)
+                verify(directory)
                 seen += 1
             except DamagedError:  # it may be gone by now, but not be there and be damaged
-                assert _identity(folder) != before or before is None
+                assert _identity(directory) != before or before is None
     assert [process.wait(LIMIT) for process in both] == [0, 0] and seen
     names = [path.name for path in finished(tmp_path)]
     assert names == ["step_00000012", "step_00000013"]
@@ -491,8 +491,8 @@ def test_run_survives_a_temporarily_full_disk(tmp_path: Path) -> None:
     names = [path.name for path in finished(case / "checkpoints")]
     assert names == ["step_00000002", "step_00000008", "step_00000010"]
     assert sorted(path.name for path in (case / "checkpoints").iterdir()) == names
-    for folder in finished(case / "checkpoints"):
-        verify(folder)
+    for directory in finished(case / "checkpoints"):
+        verify(directory)
 
 
 @needs_root

@@ -44,10 +44,10 @@ def test_docs_script_counts_the_same_on_any_number_of_ranks(tmp_path: Path, laun
     assert done.returncode == 0 and done.stdout.count(expected) == 1, done
 
 
-def _collect(folder: Path, launcher: str, global_size: int) -> Any:
-    flags = [*COLLECTING.split(), "--run.root", str(folder), "--run.id", "case"]
+def _collect(directory: Path, launcher: str, global_size: int) -> Any:
+    flags = [*COLLECTING.split(), "--run.root", str(directory), "--run.id", "case"]
     size = ["--batch.global_size", str(global_size)]
-    return run(folder / "output", [*flags, *size], launcher, {"HVDTRAIN_TEST_PACE": "0"}, 60)
+    return run(directory / "output", [*flags, *size], launcher, {"HVDTRAIN_TEST_PACE": "0"}, 60)
 
 
 def test_collectives_of_a_task_appear_in_the_report(

@@ -34,12 +34,12 @@ _hvdtrain
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("completion")
+    directory = tmp_path_factory.mktemp("completion")
     for shell in ("bash", "zsh"):
         argv = [sys.executable, "-m", "hvdtrain.cli", "completion", shell]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
-        (folder / shell).write_text(done.stdout)
-    return {shell: folder / shell for shell in ("bash", "zsh")}
+        (directory / shell).write_text(done.stdout)
+    return {shell: directory / shell for shell in ("bash", "zsh")}
 
 
 def _offered(shell: str, script: Path, words: list[str]) -> list[str]:

@@ -62,8 +62,8 @@ def test_compression_sends_the_expected_number_of_bytes(root: Path) -> None:
     assert 0.1 < _bytes(root / "powersgd") / _bytes(root / "dense") < 0.5
 
 
-def _bytes(folder: Path) -> int:
-    lines = [json.loads(line) for line in (folder / "ranks.jsonl").read_text().splitlines()]
+def _bytes(directory: Path) -> int:
+    lines = [json.loads(line) for line in (directory / "ranks.jsonl").read_text().splitlines()]
     return sum(line["bytes"][0] for line in lines)
 
 

@@ -41,14 +41,14 @@ SCHEDULERS = {
     "lsf": {"LSB_JOBID": "7", "LSB_DJOB_HOSTFILE": "nodes"},
     "mpirun": {},
 }
-FOLDERS = {"slurm": "SLURM_SUBMIT_DIR", "pbs": "PBS_O_WORKDIR", "lsf": "LS_SUBCWD"}
+DIRECTORIES = {"slurm": "SLURM_SUBMIT_DIR", "pbs": "PBS_O_WORKDIR", "lsf": "LS_SUBCWD"}
 
 Written = Callable[..., Path]
 
 
 @pytest.fixture
 def written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Written:
-    """Calls `hvdtrain deploy TARGET ...` for a file in this test's folder; its path."""
+    """Calls `hvdtrain deploy TARGET ...` for a file in this test's directory; its path."""
 
     def written(target: str, *options: str, keys: list[str] = KEYS) -> Path:
         out = tmp_path / f"train-{target}"
@@ -62,24 +62,26 @@ def written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Written:
 
 def call(script: Path, target: str, **env: str) -> tuple[int, list[list[str]]]:
     """Runs a script where schedulers and launchers are stubs; its exit code, and their calls."""
-    folder = script.parent
+    directory = script.parent
     for name in ("bin", ".venv/bin"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
+        (directory / name).mkdir(parents=True, exist_ok=True)
     for name in ("srun", "mpirun", "qsub", "scontrol", "apptainer"):
-        (folder / "bin" / name).write_text(STUB)
-        (folder / "bin" / name).chmod(0o755)
-    python = folder / ".venv/bin/python"
+        (directory / "bin" / name).write_text(STUB)
+        (directory / "bin" / name).chmod(0o755)
+    python = directory / ".venv/bin/python"
     python.write_text(STUB.replace("/usr/bin/env python3", sys.executable))
     python.chmod(0o755)
-    (folder / ".venv/bin/activate").write_text(f"PATH={python.parent}:$PATH\n")
-    calls = folder / "calls"
+    (directory / ".venv/bin/activate").write_text(f"PATH={python.parent}:$PATH\n")
+    calls = directory / "calls"
     calls.unlink(missing_ok=True)
-    own = SCHEDULERS[target] | ({FOLDERS[target]: str(folder)} if target in FOLDERS else {})
-    path = f"{folder}/bin:{Path(sys.executable).parent}:/usr/bin:/bin"
+    own = SCHEDULERS[target] | (
+        {DIRECTORIES[target]: str(directory)} if target in DIRECTORIES else {}
+    )
+    path = f"{directory}/bin:{Path(sys.executable).parent}:/usr/bin:/bin"
     environment = {"PATH": path, "STUB_CALLS": str(calls), **own, **env}
     command = ["bash", str(script)]
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60
     )
     lines = calls.read_text().splitlines() if calls.exists() else []
     assert lines, done.stderr

@@ -33,7 +33,7 @@ SSH_PORT = 2222
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("deploy") / "kubernetes"
     assert cli.main(["deploy", "kubernetes", *OPTIONS.split(), f"--out={out}", "--", *KEYS]) == 0
     readable_by_this_kubectl(out)
@@ -41,10 +41,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def objects(folder: Path) -> dict[str, list[Object]]:
+def objects(directory: Path) -> dict[str, list[Object]]:
     """What is sent to the cluster for each overlay, and for the monitoring."""
-    overlays = {name: build(folder / "overlays" / name) for name in OVERLAYS}
-    return overlays | {"monitoring": build(folder / "monitoring")}
+    overlays = {name: build(directory / "overlays" / name) for name in OVERLAYS}
+    return overlays | {"monitoring": build(directory / "monitoring")}
 
 
 def one(found: list[Object], kind: str) -> Object:

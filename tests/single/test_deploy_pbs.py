@@ -27,7 +27,7 @@ Start = Callable[..., Job]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a script as PBS does; programs of its folder come first. Ends what a test leaves."""
+    """Start a script as PBS does, with its directory first in PATH; end what a test leaves."""
     jobs: list[Job] = []
 
     def start(script: Path, **env: str) -> Job:
@@ -40,20 +40,24 @@ def start() -> Iterator[Start]:
 
 
 def _started(script: Path, env: Mapping[str, str]) -> Job:
-    folder = script.parent
+    directory = script.parent
     for name, text in {"qsub": QSUB, "nodes": "localhost\nlocalhost\n"}.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    given = {"PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": f"{folder}/nodes", "VENV": sys.prefix}
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o755)
+    given = {
+        "PBS_O_WORKDIR": str(directory),
+        "PBS_NODEFILE": f"{directory}/nodes",
+        "VENV": sys.prefix,
+    }
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    path = f"{folder}:{os.environ['PATH']}"
+    path = f"{directory}:{os.environ['PATH']}"
     given |= {"PBS_JOBID": "7.server", "PATH": path, **root, **env}
-    number = len(list(folder.glob("job-*.stdout")))
-    return Job([], ["bash", str(script)], runs.environment(given), folder / f"job-{number}")
+    number = len(list(directory.glob("job-*.stdout")))
+    return Job([], ["bash", str(script)], runs.environment(given), directory / f"job-{number}")
 
 
-def written(folder: Path, *keys: str) -> Path:
-    out = folder / "train.pbs"
+def written(directory: Path, *keys: str) -> Path:
+    out = directory / "train.pbs"
     options = ["--nodes", "1", "--ranks", "2", "--grace", "60", f"--out={out}"]
     assert cli.main(["deploy", "pbs", *options, "--", *keys]) == 0
     return out

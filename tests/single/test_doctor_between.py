@@ -43,7 +43,7 @@ class Agent(HostSession):
 
 @pytest.fixture
 def nobody() -> Iterator[Path]:
-    """This process may not search the folder."""
+    """This process may not search the directory."""
     with tempfile.TemporaryDirectory() as name:
         own = os.geteuid()
         os.chmod(name, 0)

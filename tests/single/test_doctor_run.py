@@ -71,19 +71,19 @@ def finished(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def _ended(folder: Path, code: int | None) -> None:
+def _ended(directory: Path, code: int | None) -> None:
     """Ends the run otherwise; None: it has no end."""
-    path = folder / "events.jsonl"
+    path = directory / "events.jsonl"
     lines = path.read_text().splitlines()[:-1]
     if code is not None:
         lines.append(json.dumps({"event": "end", "time": 2e9, "step": 200, "exit_code": code}))
     path.write_text("\n".join(lines) + "\n")
 
 
-def _log(folder: Path, rank: int, *errors: str) -> None:
+def _log(directory: Path, rank: int, *errors: str) -> None:
     """As a rank logs its end."""
     log.close()
-    log.to_file(folder / "logs", rank, f"node{rank}")
+    log.to_file(directory / "logs", rank, f"node{rank}")
     for error in errors:
         log.logger.error(error)
     log.close()

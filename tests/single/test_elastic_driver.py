@@ -191,7 +191,7 @@ def test_incomplete_replica_is_a_spare_and_complete_ones_continue(
     _until(lambda: running.news()["hosts"])
     given = join({0: 0, 2: 0, 3: 1, 4: None})
     assert sorted(ranks["rank"] for ranks in given.values()) == [0, 1, 2, 3]
-    assert given[2]["rank"] == 0, "it has the run's folder now"
+    assert given[2]["rank"] == 0, "it has the run's directory now"
 
 
 def test_spare_status_reports_its_last_completed_step(job: Callable[..., Job]) -> None:

@@ -13,18 +13,18 @@ from tests.support.runs import TINY, TRAIN, environment
 pytestmark = pytest.mark.slow
 
 
-def _run_script(folder: Path, env: dict[str, str]) -> Finished:
-    keys = [*TINY, "--train.steps", "3", "--run.root", str(folder), "--run.id", "case"]
-    script = folder / "script.sh"
+def _run_script(directory: Path, env: dict[str, str]) -> Finished:
+    keys = [*TINY, "--train.steps", "3", "--run.root", str(directory), "--run.id", "case"]
+    script = directory / "script.sh"
     script.write_text(f"exec {shlex.join([*TRAIN, *keys])}\n")
-    (folder / "hosts").write_text("localhost:2\n")
+    (directory / "hosts").write_text("localhost:2\n")
     # Horovod's own driver waits for a second host where no interface is given.
     launcher = shlex.split(
         "horovodrun --gloo -np 2 --min-np 2 --max-np 2 --network-interfaces lo"
-        f" --host-discovery-script 'cat {folder}/hosts'"
+        f" --host-discovery-script 'cat {directory}/hosts'"
     )
     argv = [*launcher, "sh", str(script)]
-    return Job([], argv, environment(env), folder / "job").wait(120)
+    return Job([], argv, environment(env), directory / "job").wait(120)
 
 
 def test_script_under_horovods_own_driver_fails_with_a_hint(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ FLAGS += ["--optim.ema_decay", "0.8"]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that trained with averages, "whole"."""
+    """The directory of a run that trained with averages, "whole"."""
     root = tmp_path_factory.mktemp("runs")
     train(root, "whole", FLAGS)
     return root
@@ -103,10 +103,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_resumed_run_has_identical_averages(root: Path) -> None:
     half = root / "whole/checkpoints/step_00000006"
-    folder = train(root, "resumed", [*FLAGS, "--run.resume", str(half)])
-    assert weights(folder, 12, files=3) == weights(root / "whole", 12, files=3)
+    directory = train(root, "resumed", [*FLAGS, "--run.resume", str(half)])
+    assert weights(directory, 12, files=3) == weights(root / "whole", 12, files=3)
     names = ("loss", "validation_loss", "ema_validation_loss", "state_hash")
-    ours, theirs = metrics(folder), metrics(root / "whole")[6:]
+    ours, theirs = metrics(directory), metrics(root / "whole")[6:]
     for name in names:
         assert [line.get(name) for line in ours] == [line.get(name) for line in theirs]
     assert [line["step"] for line in theirs if "ema_validation_loss" in line] == [8, 12]
@@ -125,8 +125,8 @@ def test_averages_on_two_ranks_match_one_rank(root: Path) -> None:
     assert ours == pytest.approx(theirs, rel=1e-4) and len(ours) == 3
 
 
-def _ema(folder: Path) -> dict[str, Tensor]:
-    return read(folder / "checkpoints/step_00000012").parts["ema"]
+def _ema(directory: Path) -> dict[str, Tensor]:
+    return read(directory / "checkpoints/step_00000012").parts["ema"]
 
 
 @pytest.mark.slow
@@ -141,9 +141,9 @@ def test_exported_averages_match_the_evaluated_ones(
     assert cli.main([*hugging, "--out", str(root / "theirs")]) == 0
     # Evaluated again, by a run that does not move from them.
     still = ["--train.steps", "1", "--eval.every", "1", "--optim.lr", "1e-12"]
-    folder = train(root, "still", [*still, "--run.init_from", str(out)])
+    directory = train(root, "still", [*still, "--run.init_from", str(out)])
     expected = metrics(root / "whole")[-1]["ema_validation_loss"]
-    assert metrics(folder)[-1]["validation_loss"] == pytest.approx(expected, rel=1e-6)
+    assert metrics(directory)[-1]["validation_loss"] == pytest.approx(expected, rel=1e-6)
     assert expected != metrics(root / "whole")[-1]["validation_loss"]
-    assert cli.main(["ckpt", "export", str(folder), "--ema", "--out", str(root / "none")]) == 2
+    assert cli.main(["ckpt", "export", str(directory), "--ema", "--out", str(root / "none")]) == 2
     assert "has no averaged weights: its run had no optim.ema_decay" in capsys.readouterr().err

@@ -54,12 +54,12 @@ def _audit(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, s
 def test_run_is_bitwise_identical_on_other_ranks_and_launchers(
     root: Path, launcher: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = train(root, launcher.replace(":", "-"), FLAGS, launcher)
-    assert weights(folder, STEPS) == weights(root / "alone", STEPS)
+    directory = train(root, launcher.replace(":", "-"), FLAGS, launcher)
+    assert weights(directory, STEPS) == weights(root / "alone", STEPS)
     figures = ("loss", "grad_norm", "state_hash", "validation_loss")
-    for line, alone in zip(metrics(folder), metrics(root / "alone"), strict=True):
+    for line, alone in zip(metrics(directory), metrics(root / "alone"), strict=True):
         assert [line.get(name) for name in figures] == [alone.get(name) for name in figures]
-    code, said = _audit(folder, root / "alone", capsys)
+    code, said = _audit(directory, root / "alone", capsys)
     assert code == 0 and "bitwise identical" in said, said
     assert "30 steps up to 30" in said and "after 3 of them" in said, said
 
@@ -68,9 +68,9 @@ def test_run_resumed_on_other_ranks_is_bitwise_identical(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = root / "alone/checkpoints/step_00000010"
-    folder = train(root, "resumed", [*FLAGS, "--run.resume", str(checkpoint)], "gloo:3")
-    assert weights(folder, STEPS) == weights(root / "alone", STEPS)
-    code, said = _audit(root / "alone", folder, capsys)
+    directory = train(root, "resumed", [*FLAGS, "--run.resume", str(checkpoint)], "gloo:3")
+    assert weights(directory, STEPS) == weights(root / "alone", STEPS)
+    code, said = _audit(root / "alone", directory, capsys)
     assert code == 0 and "20 steps up to 30" in said, said
 
 
@@ -79,12 +79,12 @@ def test_audit_same_names_the_first_step_that_differs(
 ) -> None:
     checkpoint = root / "alone/checkpoints/step_00000010"
     changed = [*FLAGS, "--run.resume", str(checkpoint), "--optim.lr", "2e-3"]
-    folder = train(root, "changed", changed)
-    code, said = _audit(root / "alone", folder, capsys)
+    directory = train(root, "changed", changed)
+    code, said = _audit(root / "alone", directory, capsys)
     assert code == 1, said
     assert "NOT identical; the first step that differs is 11 " in said, said
     assert "  lr: " in said and "  loss: " not in said, said
-    assert main(["audit", "--same", str(root / "alone"), str(folder), "--format", "json"]) == 1
+    assert main(["audit", "--same", str(root / "alone"), str(directory), "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["same"], found["first_step"]) == (False, 11)
 

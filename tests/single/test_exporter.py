@@ -160,9 +160,9 @@ def test_exporter_secrets_stay_out_of_logs_and_run_files(
     flags = ["--telemetry.port", str(port), "--telemetry.auth_file", str(secret)]
     flags += ["--telemetry.tls_cert_file", certificate[0]]
     flags += ["--telemetry.tls_key_file", certificate[1], "--train.steps", "2"]
-    folder = runs.train(tmp_path, "run", flags)
+    directory = runs.train(tmp_path, "run", flags)
     key = Path(certificate[1]).read_text().splitlines()[1]
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in directory.rglob("*") if path.is_file()]
     assert len(files) > 4
     for path in [*files, *(tmp_path / "output").iterdir()]:
         content = path.read_bytes()

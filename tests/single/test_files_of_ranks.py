@@ -62,14 +62,14 @@ def _captured(ranks: int) -> list[Checkpoint]:
 def test_per_rank_state_is_preserved_on_another_number_of_ranks(
     tmp_path: Path, ranks: int, expected: list[int]
 ) -> None:
-    folder = _save(tmp_path, _captured(3))
-    verify(folder)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name]
+    directory = _save(tmp_path, _captured(3))
+    verify(directory)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [directory.name]
     found = []
     for rank in range(ranks):
         state = _state(7)
-        state.load(read(folder))
-        state.load_local(folder, Group(rank, ranks))
+        state.load(read(directory))
+        state.load_local(directory, Group(rank, ranks))
         assert state.progress.step == 4
         found.append(_steps(state))
     assert found == expected
@@ -102,14 +102,14 @@ def test_checkpoint_with_a_damaged_per_rank_file_is_skipped(
     damaged = _save(tmp_path, later) / "counter.rank_00002.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
     newest = CheckpointManager(tmp_path, keep=2).newest()
-    assert newest is not None and newest.folder == good
+    assert newest is not None and newest.directory == good
     assert damaged.name in caplog.text
     with pytest.raises(DamagedError, match=damaged.name):
         _state(0).load_local(damaged.parent, Group(2, 3))
 
 
-def _counted(folder: Path, step: int) -> list[int]:
-    files = sorted((folder / f"checkpoints/step_{step:08}").glob("counter.rank_*"))
+def _counted(directory: Path, step: int) -> list[int]:
+    files = sorted((directory / f"checkpoints/step_{step:08}").glob("counter.rank_*"))
     return [int(load_file(file)["steps"]) for file in files]
 
 
@@ -119,10 +119,10 @@ def test_run_resumes_with_its_per_rank_state(tmp_path: Path) -> None:
         *("--run.id", "case", "--batch.global_size", "12", "--batch.micro_size", "2"),
         *("--checkpoint.every", "3", "--telemetry.port", "0", "--eval.every", "0"),
     ]
-    folder = tmp_path / "case"
+    directory = tmp_path / "case"
     done = run(tmp_path / "output", [*argv, "--train.steps", "8"], "gloo:3")
     assert done.returncode == 0, done
-    assert _counted(folder, 6) == [6] * 3 and _counted(folder, 8) == [8] * 3
+    assert _counted(directory, 6) == [6] * 3 and _counted(directory, 8) == [8] * 3
     done = run(tmp_path / "output", [*argv, "--train.steps", "10"], "mpirun:2")
     assert done.returncode == 0, done
-    assert _counted(folder, 10) == [18, 10]
+    assert _counted(directory, 10) == [18, 10]

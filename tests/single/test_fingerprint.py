@@ -27,22 +27,22 @@ from tests.support.history import History
 NAME = "the fingerprint of the training data"
 
 
-def _lines(folder: Path, answer: str = "a") -> str:
-    folder.mkdir(exist_ok=True)
+def _lines(directory: Path, answer: str = "a") -> str:
+    directory.mkdir(exist_ok=True)
     lines = [json.dumps({"prompt": "p", "answer": answer if n == 50 else "a"}) for n in range(100)]
-    (folder / "chats.jsonl").write_text("\n".join(lines))
-    return JsonLines([str(folder / "chats.jsonl")]).fingerprint()
+    (directory / "chats.jsonl").write_text("\n".join(lines))
+    return JsonLines([str(directory / "chats.jsonl")]).fingerprint()
 
 
-def _rows(folder: Path, answer: str = "a") -> str:
+def _rows(directory: Path, answer: str = "a") -> str:
     pytest.importorskip("pyarrow")
     import pyarrow as pa
     from pyarrow import parquet
 
-    folder.mkdir(exist_ok=True)
+    directory.mkdir(exist_ok=True)
     table = pa.table({"answer": [answer if n == 50 else "a" for n in range(100)]})
-    parquet.write_table(table, folder / "rows.parquet")
-    return ParquetRows([str(folder / "rows.parquet")]).fingerprint()
+    parquet.write_table(table, directory / "rows.parquet")
+    return ParquetRows([str(directory / "rows.parquet")]).fingerprint()
 
 
 @pytest.mark.parametrize("make", [_lines, _rows])
@@ -103,11 +103,13 @@ def test_audit_accepts_a_run_that_began_with_the_former_fingerprint(tmp_path: Pa
     history.launch(2)
     history.steps(5)
     history.launch(2)
-    events = [json.loads(li) for li in (history.folder / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(li) for li in (history.directory / "events.jsonl").read_text().splitlines()
+    ]
     starts = [event for event in events if event["event"] == "start"]
     for former, clean in (("f00", True), ("f01", False)):
         starts[1] |= {"fingerprint": "new", "former_fingerprint": former}
         text = "".join(json.dumps(event) + "\n" for event in events)
-        (history.folder / "events.jsonl").write_text(text)
-        found = trace(read_ledger(history.folder)).findings
+        (history.directory / "events.jsonl").write_text(text)
+        found = trace(read_ledger(history.directory)).findings
         assert ("identity" not in {finding.kind for finding in found}) == clean

@@ -23,10 +23,10 @@ FLAGS = (
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """The run, in a folder of runs of its own."""
-    folder = tmp_path / "runs/format-1"
-    shutil.copytree(OLD, folder)
-    return folder
+    """The run, in a directory of runs of its own."""
+    directory = tmp_path / "runs/format-1"
+    shutil.copytree(OLD, directory)
+    return directory
 
 
 @pytest.mark.smoke

@@ -33,22 +33,22 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = root / "text"
     text.write_text("the quick brown fox jumps over the lazy dog, and it yawns. " * 300)
     flags = ["--train.steps", "100", "--checkpoint.every", "50", "--data.train", str(text)]
-    folder = train(root, "whole", flags)
+    directory = train(root, "whole", flags)
     text.unlink()
-    return folder
+    return directory
 
 
-def _written(capsys: pytest.CaptureFixture[str], folder: Path, *flags: object) -> str:
-    words = ["generate", folder, "--prompt", PROMPT, "--length", 40, *flags]
+def _written(capsys: pytest.CaptureFixture[str], directory: Path, *flags: object) -> str:
+    words = ["generate", directory, "--prompt", PROMPT, "--length", 40, *flags]
     assert cli.main([str(word) for word in words]) == 0
     return capsys.readouterr().out.removesuffix("\n")
 
 
-def _likeliest(folder: Path, step: int) -> str:
+def _likeliest(directory: Path, step: int) -> str:
     """What the model of a checkpoint writes when it never draws."""
     config = GPTConfig(layers=1, heads=2, width=32, context=32, vocab_size=256)
     model = GPT(config).eval()
-    model.load_state_dict(read(folder / f"checkpoints/step_{step:08}").parts["model"])
+    model.load_state_dict(read(directory / f"checkpoints/step_{step:08}").parts["model"])
     tokens = list(PROMPT.encode())
     for _ in range(40):
         tokens.append(int(model(torch.tensor([tokens[-32:]]))[0, -1].argmax()))
@@ -58,11 +58,11 @@ def _likeliest(folder: Path, step: int) -> str:
 def test_generate_uses_newest_complete_checkpoint(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = Path(shutil.copytree(whole, tmp_path / "run"))
-    assert _likeliest(folder, 100) != _likeliest(folder, 50)
-    assert _written(capsys, folder, "--temperature", 0) == _likeliest(folder, 100)
-    (folder / "checkpoints/step_00000100/model.safetensors").write_bytes(b"")
-    assert _written(capsys, folder, "--temperature", 0) == _likeliest(folder, 50)
+    directory = Path(shutil.copytree(whole, tmp_path / "run"))
+    assert _likeliest(directory, 100) != _likeliest(directory, 50)
+    assert _written(capsys, directory, "--temperature", 0) == _likeliest(directory, 100)
+    (directory / "checkpoints/step_00000100/model.safetensors").write_bytes(b"")
+    assert _written(capsys, directory, "--temperature", 0) == _likeliest(directory, 50)
 
 
 def test_seed_and_temperature_determine_text(
@@ -90,9 +90,9 @@ def test_seed_and_temperature_determine_text(
 def test_generate_reports_user_error_in_one_line(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str
 ) -> None:
-    folder = Path(shutil.copytree(whole, tmp_path / "run"))
-    subprocess.run(["sh", "-c", change], cwd=folder, check=True)
-    assert cli.main(["generate", str(folder), "--prompt", "a" if change else ""]) == 2
+    directory = Path(shutil.copytree(whole, tmp_path / "run"))
+    subprocess.run(["sh", "-c", change], cwd=directory, check=True)
+    assert cli.main(["generate", str(directory), "--prompt", "a" if change else ""]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hvdtrain: error: ") and message in line
 

@@ -155,10 +155,10 @@ def test_cpu_build_ignores_incomplete_cuda_toolkit(
     assert "mpi_ops_v2.cc" in compiled and "CUDA" not in compiled
 
 
-def _configure(source: Path, folder: Path, standard: str) -> str:
+def _configure(source: Path, directory: Path, standard: str) -> str:
     """Run CMake with a stand-in for torch 2.14+cu130; return the compilers' commands."""
-    torch = folder / "site/torch"
-    headers = folder / "include"
+    torch = directory / "site/torch"
+    headers = directory / "include"
     files = {
         torch / "__init__.py": (
             "import sys\n"
@@ -183,15 +183,15 @@ def _configure(source: Path, folder: Path, standard: str) -> str:
     for file, text in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    out = folder / "configured"
+    out = directory / "configured"
     environment = {**os.environ, **recipe.Recipe("2.14.1", "").environment}
-    environment |= {"PYTHONPATH": str(folder / "site"), "HOROVOD_WITHOUT_GLOO": "1"}
+    environment |= {"PYTHONPATH": str(directory / "site"), "HOROVOD_WITHOUT_GLOO": "1"}
     command = ["cmake", "-S", str(source), "-B", str(out), "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
     command += [f"-DPYTHON_EXECUTABLE={sys.executable}"]
     command += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY_RELWITHDEBINFO={out}"]
     command += ["-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
-    code = run_logged(command, folder / "cmake.log", 120.0, environment)
-    assert code == 0, (folder / "cmake.log").read_text()
+    code = run_logged(command, directory / "cmake.log", 120.0, environment)
+    assert code == 0, (directory / "cmake.log").read_text()
     return (out / "compile_commands.json").read_text()
 
 
@@ -214,12 +214,12 @@ def test_all_missing_prerequisites_are_reported_together(
     assert "mpicxx" not in str(told.value) and "--without" not in str(told.value)
 
 
-def _nvcc(folder: Path, says: str = "", release: str = "13.0", code: int = 0) -> None:
+def _nvcc(directory: Path, says: str = "", release: str = "13.0", code: int = 0) -> None:
     """A stand-in that tells its release, and ends with `code` if it shall compile."""
-    folder.mkdir(parents=True)
+    directory.mkdir(parents=True)
     version = f'[ "$1" = --version ] && echo "release {release}, V{release}.88" && exit 0'
-    (folder / "nvcc").write_text(f"#!/bin/sh\n{version}\necho '{says}' >&2\nexit {code}\n")
-    (folder / "nvcc").chmod(0o755)
+    (directory / "nvcc").write_text(f"#!/bin/sh\n{version}\necho '{says}' >&2\nexit {code}\n")
+    (directory / "nvcc").chmod(0o755)
 
 
 @pytest.fixture
@@ -312,8 +312,8 @@ def test_build_ignores_gpu_operations_from_environment(
 
     monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
     monkeypatch.setattr(build, "check_prerequisites", lambda *_: None)
-    monkeypatch.setattr(build, "download", lambda folder: folder)
-    monkeypatch.setattr(build, "unpack_and_patch", lambda archive, folder: folder)
+    monkeypatch.setattr(build, "download", lambda directory: directory)
+    monkeypatch.setattr(build, "unpack_and_patch", lambda archive, directory: directory)
     monkeypatch.setattr(build, "run_logged", run_pip)
     with pytest.raises(BuildError, match="did not compile"):
         build.build(mpi=False, wheel_dir=tmp_path)

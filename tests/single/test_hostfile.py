@@ -39,8 +39,8 @@ def test_open_mpi_hostfile_syntax_is_parsed(tmp_path: Path) -> None:
 
 
 def test_repository_hostfiles_are_readable() -> None:
-    folder = Path(__file__).parents[2] / "hostfiles"
-    assert read_hosts(hostfile=str(folder / "two-nodes")) == [Host("node1", 8), Host("node2", 8)]
+    directory = Path(__file__).parents[2] / "hostfiles"
+    assert read_hosts(hostfile=str(directory / "two-nodes")) == [Host("node1", 8), Host("node2", 8)]
 
 
 @pytest.mark.parametrize("line", ["node1 slots=", "node1 slots=0", "node1 8", "-oProxyCommand=x:1"])
@@ -89,10 +89,10 @@ def test_slurm_tasks_per_node_short_form_is_expanded(groups: list[tuple[int, int
     assert tasks_per_node(text) == [tasks for tasks, nodes in groups for _ in range(nodes)]
 
 
-def _scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    (folder / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+def _scontrol(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    (directory / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+    (directory / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
 
 
 def test_slurm_hosts_match_job_nodes_and_tasks(

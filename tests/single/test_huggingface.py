@@ -35,15 +35,15 @@ EXPORT = [sys.executable, "-m", "hvdtrain.cli", "ckpt", "export"]
 def test_transformers_reproduces_logits_of_exported_model(tmp_path: Path, flags: list[str]) -> None:
     import transformers  # takes seconds
 
-    folder = train(tmp_path, "case", ["--train.steps", "3", "--optim.lr", "0.05", *flags])
+    directory = train(tmp_path, "case", ["--train.steps", "3", "--optim.lr", "0.05", *flags])
     out = tmp_path / "exported"
     done = subprocess.run(
-        [*EXPORT, str(folder), "--out", str(out), "--format", "huggingface"],
+        [*EXPORT, str(directory), "--out", str(out), "--format", "huggingface"],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done
-    settings = parse(["--config", str(folder / "config.yaml")])
-    checkpoint = read(folder / "checkpoints/step_00000003")
+    settings = parse(["--config", str(directory / "config.yaml")])
+    checkpoint = read(directory / "checkpoints/step_00000003")
     ours = settings.task_class(settings.task_config).trained_model(checkpoint.parts["model"]).eval()
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         out, output_loading_info=True

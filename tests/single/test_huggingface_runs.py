@@ -18,7 +18,7 @@ from hvdtrain.data.tokens import TokenWindows
 from hvdtrain.run.data import build_data
 from tests.support.job import Job
 from tests.support.runs import CORPUS, TRAIN, environment, losses, metrics, run, weights
-from tests.support.transformer_folders import answers, labelled, make
+from tests.support.transformer_directories import answers, labelled, make
 
 STEPS, GLOBAL, MICRO, CONTEXT, LR, SEED = 8, 12, 2, 24, 2e-3, 1234
 COMMON = (
@@ -50,7 +50,7 @@ def _train(root: Path, layout: str, name: str, launcher: str = "", *more: str) -
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of models, and of each a run of one rank, alone-LAYOUT."""
+    """Directories of models, and of each a run of one rank, alone-LAYOUT."""
     root = tmp_path_factory.mktemp("huggingface")
     answers(root / "answers.jsonl")
     labelled(root / "labelled.jsonl")
@@ -60,9 +60,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _assert_same_curve(folder: Path, alone: Path) -> None:
-    assert losses(folder) == pytest.approx(losses(alone), rel=1e-5)
-    for line, expected in zip(metrics(folder), metrics(alone), strict=True):
+def _assert_same_curve(directory: Path, alone: Path) -> None:
+    assert losses(directory) == pytest.approx(losses(alone), rel=1e-5)
+    for line, expected in zip(metrics(directory), metrics(alone), strict=True):
         for key in {"accuracy", "validation_loss", "validation_accuracy"} & expected.keys():
             assert line[key] == pytest.approx(expected[key], rel=1e-5), key
 
@@ -109,8 +109,8 @@ def test_losses_match_plain_transformers_loop(root: Path) -> None:
 
 @pytest.mark.parametrize(("layout", "launcher"), [("llama", "gloo:2"), ("bert", "mpirun:3")])
 def test_loss_curve_is_independent_of_world_size(root: Path, layout: str, launcher: str) -> None:
-    folder = _train(root, layout, f"ranks-{layout}", launcher)
-    _assert_same_curve(folder, root / f"alone-{layout}")
+    directory = _train(root, layout, f"ranks-{layout}", launcher)
+    _assert_same_curve(directory, root / f"alone-{layout}")
 
 
 def test_lora_loss_curve_is_unchanged_after_rank_is_killed(root: Path) -> None:
@@ -119,7 +119,12 @@ def test_lora_loss_curve_is_unchanged_after_rank_is_killed(root: Path) -> None:
         "horovodrun --gloo -np 3 --min-np 1 --max-np 3 --network-interfaces lo"
         f" --host-discovery-script 'cat {root}/hosts'"
     )
-    task = ["--task", "tests.support.transformer_folders:KilledHuggingFace", "--run.id", "killed"]
+    task = [
+        "--task",
+        "tests.support.transformer_directories:KilledHuggingFace",
+        "--run.id",
+        "killed",
+    ]
     env = environment({"HVDTRAIN_TEST_KILL": "2:7"})  # of 2 micro-batches in each step
     command = [*launcher, *TRAIN, *_flags(root, "gpt2"), *task]
     done = Job([], command, env, root / "killed-job").wait(180)

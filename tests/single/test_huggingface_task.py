@@ -28,7 +28,7 @@ from hvdtrain.runtime.device import seed_all
 from hvdtrain.tasks import blocks_of
 from hvdtrain.tasks.huggingface import HuggingFace
 from tests.support.runs import CORPUS, REPOSITORY
-from tests.support.transformer_folders import (
+from tests.support.transformer_directories import (
     POSITIONS,
     answers,
     labelled,
@@ -39,7 +39,7 @@ from tests.support.transformer_folders import (
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("folders")
+    root = tmp_path_factory.mktemp("directories")
     for layout in ("llama", "gpt2", "bert"):
         make(root / layout, layout)
     make(root / "judge", "llama", "LlamaForSequenceClassification")
@@ -48,11 +48,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _task(folder: Path, learn: str = "text", data: Path = CORPUS, **keys: Any) -> HuggingFace:
+def _task(directory: Path, learn: str = "text", data: Path = CORPUS, **keys: Any) -> HuggingFace:
     """Its data sets are there already."""
     flags = {
         "task": "huggingface",
-        "huggingface.model": folder,
+        "huggingface.model": directory,
         "huggingface.learn": learn,
         "data.train": data,
         **{key.replace("__", "."): value for key, value in keys.items()},
@@ -99,9 +99,9 @@ def test_answer_loss_excludes_prompt_and_padding(root: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("folder", ["bert", "judge"])
-def test_classification_loss_is_independent_of_padding(root: Path, folder: str) -> None:
-    task = _task(root / folder, "labels", root / "labelled.jsonl")
+@pytest.mark.parametrize("directory", ["bert", "judge"])
+def test_classification_loss_is_independent_of_padding(root: Path, directory: str) -> None:
+    task = _task(root / directory, "labels", root / "labelled.jsonl")
     model, data = task.model().eval(), _data(task)
     samples = sorted((data[i] for i in range(6)), key=lambda sample: sample[1])
     assert samples[0][1] < samples[-1][1]
@@ -174,9 +174,9 @@ def test_bfloat16_loss_is_close_to_float32(root: Path, kind: str) -> None:
 
 
 def test_sampling_is_repeatable_and_preserves_rng_state(root: Path) -> None:
-    for folder, learn in (("llama", "text"), ("gpt2", "answers"), ("bert", "labels")):
+    for directory, learn in (("llama", "text"), ("gpt2", "answers"), ("bert", "labels")):
         data = {"answers": root / "answers.jsonl", "labels": root / "labelled.jsonl"}
-        task = _task(root / folder, learn, data.get(learn, CORPUS))
+        task = _task(root / directory, learn, data.get(learn, CORPUS))
         model = task.model().eval()
         state = torch.get_rng_state()
         shown = task.sample(model)
@@ -196,16 +196,16 @@ def test_label_ids_follow_model_or_configured_order(root: Path, tmp_path: Path) 
     assert _data(named).labels == ("c", "b", "a", "d") and named.model().config.num_labels == 4
     names = {0: "c", 1: "a", 2: "b"}
     kind = "BertForSequenceClassification"
-    folder = make(tmp_path / "trained", "bert", kind, id2label=names)
-    assert _data(_task(folder, "labels", data)).labels == ("c", "a", "b")
+    directory = make(tmp_path / "trained", "bert", kind, id2label=names)
+    assert _data(_task(directory, "labels", data)).labels == ("c", "a", "b")
     numbers = write(tmp_path / "n.jsonl", [{"text": "x", "label": n % 3} for n in range(9)])
-    numbered = _data(_task(folder, "labels", numbers))
+    numbered = _data(_task(directory, "labels", numbers))
     assert {numbered[i][2] for i in range(len(numbered))} <= {0, 1, 2}
     wrong = write(tmp_path / "w.jsonl", [{"text": "x", "label": 7}] * 4)
     with pytest.raises(
         UserError, match=r"w.jsonl: line \d: label 7 is not one of the model's labels: c, a, b"
     ):
-        _data(_task(folder, "labels", wrong))[0]
+        _data(_task(directory, "labels", wrong))[0]
 
 
 # --- what is wrong with a line ---------------------------------------------------
@@ -231,10 +231,10 @@ def test_invalid_data_line_is_reported_with_line_number(
             wrong[index]
 
 
-@pytest.mark.parametrize(("folder", "learn"), [("gpt2", "answers"), ("bert", "labels")])
-def test_lengths_match_samples(root: Path, folder: str, learn: str) -> None:
+@pytest.mark.parametrize(("directory", "learn"), [("gpt2", "answers"), ("bert", "labels")])
+def test_lengths_match_samples(root: Path, directory: str, learn: str) -> None:
     lines = root / {"answers": "answers.jsonl", "labels": "labelled.jsonl"}[learn]
-    data = _data(_task(root / folder, learn, lines))
+    data = _data(_task(root / directory, learn, lines))
     samples = [data[index] for index in range(len(data))]
     if learn == "answers":  # the last target stands where the last token is
         used = [int((targets >= 0).nonzero().max()) + 1 for _, targets in samples]
@@ -264,34 +264,34 @@ def test_training_and_validation_lines_are_disjoint(root: Path) -> None:
     assert [len(part) for part in places] == [54, 6] and not places[0] & places[1]
 
 
-# --- what is wrong with a folder ---------------------------------------------------
+# --- what is wrong with a directory ---------------------------------------------------
 
 
-def _changed(folder: Path, **facts: Any) -> None:
-    path = folder / "config.json"
+def _changed(directory: Path, **facts: Any) -> None:
+    path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | facts))
 
 
-def _pickled(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+def _pickled(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
 
-def _sharded(folder: Path) -> None:
+def _sharded(directory: Path) -> None:
     names = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(names))
+    (directory / "model.safetensors.index.json").write_text(json.dumps(names))
 
 
-def _half(folder: Path) -> None:
-    path = folder / "model.safetensors"
+def _half(directory: Path) -> None:
+    path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:2000])
 
 
 def _without(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
+    return lambda directory: (directory / name).unlink()
 
 
 def _with(name: str, content: str) -> Callable[[Path], None]:
-    return lambda folder: _write(folder / name, content)
+    return lambda directory: _write(directory / name, content)
 
 
 def _write(path: Path, content: str) -> None:
@@ -299,11 +299,11 @@ def _write(path: Path, content: str) -> None:
 
 
 def _where(**facts: Any) -> Callable[[Path], None]:
-    return lambda folder: _changed(folder, **facts)
+    return lambda directory: _changed(directory, **facts)
 
 
 OWN_CODE = {"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}
-FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
+DIRECTORIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (_without("config.json"), "has no config.json$"),
     "no JSON": (_with("config.json", "{"), "config.json: Expecting property"),
     "unknown": (_where(model_type="bogus"), "config.json: .*bogus"),
@@ -322,13 +322,13 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", FOLDERS)
+@pytest.mark.parametrize("case", DIRECTORIES)
 def test_unusable_model_directory_is_rejected(tmp_path: Path, case: str) -> None:
-    folder = make(tmp_path / "llama", "llama")
-    damage, message = FOLDERS[case]
-    damage(folder)
+    directory = make(tmp_path / "llama", "llama")
+    damage, message = DIRECTORIES[case]
+    damage(directory)
     with pytest.raises(UserError, match=f"{message}"):
-        _task(folder).model()
+        _task(directory).model()
 
 
 def test_bidirectional_model_is_rejected_for_language_modeling(root: Path) -> None:
@@ -363,10 +363,10 @@ def test_token_dtype_fits_vocabulary_with_gaps(tmp_path: Path) -> None:
 
 
 def test_roberta_context_excludes_reserved_positions(tmp_path: Path) -> None:
-    folder = make(tmp_path / "bert", "bert")
-    _changed(folder, model_type="roberta", pad_token_id=1)
+    directory = make(tmp_path / "bert", "bert")
+    _changed(directory, model_type="roberta", pad_token_id=1)
     with pytest.raises(UserError, match=f"has {POSITIONS - 2} positions"):
-        _task(folder, "labels", labelled(tmp_path / "l.jsonl"), huggingface__context=POSITIONS)
+        _task(directory, "labels", labelled(tmp_path / "l.jsonl"), huggingface__context=POSITIONS)
 
 
 def test_huggingface_hub_is_always_offline() -> None:

@@ -16,7 +16,7 @@ CURVE = (
     "--task image --image.mixup 0.2 --image.label_smoothing 0.1 --batch.global_size 48"
     " --batch.micro_size 8 --train.steps 6 --eval.every 6 --telemetry.port 0"
 )
-FOLDER = (
+DIRECTORY = (
     "--task image --image.model resnet8 --image.size 16 --batch.global_size 8"
     " --batch.micro_size 4 --train.steps 12 --telemetry.port 0"
 )
@@ -55,18 +55,18 @@ def test_augmentation_and_batchnorm_are_independent_of_world_size(
 
 
 def test_image_directory_is_learned(tmp_path: Path) -> None:
-    folder = draw(tmp_path / "pictures", 10)
-    done = _train(tmp_path, "folder", f"{FOLDER} --image.data {folder}")
+    directory = draw(tmp_path / "pictures", 10)
+    done = _train(tmp_path, "directory", f"{DIRECTORY} --image.data {directory}")
     assert done.returncode == 0, done
-    assert losses(tmp_path / "folder")[-1] < 0.5 * losses(tmp_path / "folder")[0]
+    assert losses(tmp_path / "directory")[-1] < 0.5 * losses(tmp_path / "directory")[0]
 
 
 @pytest.mark.parametrize("launcher", ["", "mpirun:2"])
 def test_broken_image_is_named_and_run_resumes_after_repair(tmp_path: Path, launcher: str) -> None:
     broken = cut_off(draw(tmp_path / "pictures", 10) / "red" / "003.jpg")
-    done = _train(tmp_path, "broken", f"{FOLDER} --image.data {broken.parents[1]}", launcher)
+    done = _train(tmp_path, "broken", f"{DIRECTORY} --image.data {broken.parents[1]}", launcher)
     assert done.returncode == 2, done
     assert f"image {broken} cannot be read (" in done.stderr and "Traceback" not in done.stderr
     broken.write_bytes(broken.with_name("005.jpg").read_bytes())
-    again = _train(tmp_path, "broken", f"{FOLDER} --image.data {broken.parents[1]}", launcher)
+    again = _train(tmp_path, "broken", f"{DIRECTORY} --image.data {broken.parents[1]}", launcher)
     assert again.returncode == 0 and metrics(tmp_path / "broken")[-1]["step"] == 12, again

@@ -184,8 +184,8 @@ def test_grafana_opens_dashboard_and_queries_bundled_prometheus() -> None:
     assert json.loads(dashboard.read_text())["panels"]
     provisioning = DOCKER / inside["/etc/grafana/provisioning"]
     (provider,) = provisioning.glob("dashboards/*.y*ml")
-    (folder,) = [p["options"]["path"] for p in yaml.safe_load(provider.read_text())["providers"]]
-    assert folder in inside
+    (directory,) = [p["options"]["path"] for p in yaml.safe_load(provider.read_text())["providers"]]
+    assert directory in inside
     (source,) = provisioning.glob("datasources/*.y*ml")
     (url,) = [s["url"] for s in yaml.safe_load(source.read_text())["datasources"]]
     assert url == "http://prometheus:9090"

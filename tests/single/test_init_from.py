@@ -48,7 +48,7 @@ def _assert_weights(model: GPT, expected: GPT) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "checkpoint", "run"])
+@pytest.mark.parametrize("kind", ["file", "directory", "checkpoint", "run"])
 def test_init_from_loads_hvdtrain_weights(tmp_path: Path, kind: str) -> None:
     trained, fresh = _model(1), _model(2)
     path = tmp_path / "model.safetensors"
@@ -57,7 +57,9 @@ def test_init_from_loads_hvdtrain_weights(tmp_path: Path, kind: str) -> None:
         path = write(tmp_path / "checkpoints", Checkpoint(parts, {"step": 4}))
     else:
         save_file(_saved(trained), path)
-    load_initial_weights(fresh, str(tmp_path if kind in ("folder", "run") else path), strict=True)
+    load_initial_weights(
+        fresh, str(tmp_path if kind in ("directory", "run") else path), strict=True
+    )
     _assert_weights(fresh, trained)
 
 
@@ -131,8 +133,11 @@ def test_mismatched_weights_are_listed_and_skipped_if_not_strict(tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("nothing", "there is no such file or folder"),
-        ("empty folder", "a run, a checkpoint, or a folder with model.safetensors is expected"),
+        ("nothing", "there is no such file or directory"),
+        (
+            "empty directory",
+            "a run, a checkpoint, or a directory with model.safetensors is expected",
+        ),
         ("empty run", "this run has no finished checkpoint"),
         ("pickle", "a file of weights ends with .safetensors"),
         ("torn", "is not a whole safetensors file"),
@@ -170,14 +175,16 @@ def test_init_from_rejects_source_without_usable_weights(
 
 
 def test_init_from_rejects_corrupted_weights(tmp_path: Path) -> None:
-    folder = write(tmp_path / "checkpoints", Checkpoint({"model": _saved(_model(1))}, {"step": 4}))
-    content = bytearray((folder / "model.safetensors").read_bytes())
+    directory = write(
+        tmp_path / "checkpoints", Checkpoint({"model": _saved(_model(1))}, {"step": 4})
+    )
+    content = bytearray((directory / "model.safetensors").read_bytes())
     content[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(content)
+    (directory / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=r"run.init_from: .*model.safetensors was altered"):
-        load_initial_weights(_model(1), str(folder), strict=True)
+        load_initial_weights(_model(1), str(directory), strict=True)
     with pytest.raises(DamagedError):
-        read(folder)
+        read(directory)
 
 
 @pytest.mark.slow
@@ -188,13 +195,13 @@ def test_all_ranks_start_from_initial_weights_and_resume_ignores_them(tmp_path: 
     curves = []
     for name, source, launcher in (("one", first, ""), ("two", exported, "gloo:2")):
         flags = ["--train.steps", "6", "--run.init_from", str(source), "--checkpoint.every", "3"]
-        folder = train(tmp_path, name, flags, launcher)
-        curves.append([line["loss"] for line in metrics(folder)])
+        directory = train(tmp_path, name, flags, launcher)
+        curves.append([line["loss"] for line in metrics(directory)])
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-5, atol=0)
     assert curves[0][0] < metrics(first)[0]["loss"] - 0.5, "it began with fresh weights"
     again = ["--train.steps", "8", "--run.init_from", "/not/there"]
-    folder = train(tmp_path, "one", again)
-    assert [line["step"] for line in metrics(folder)] == list(range(1, 9))
+    directory = train(tmp_path, "one", again)
+    assert [line["step"] for line in metrics(directory)] == list(range(1, 9))
     where = ["--run.root", str(tmp_path), "--run.id", "new"]
     done = run(tmp_path / "output", [*TINY, *where, "--run.init_from", "/not/there"], "gloo:2")
     assert done.returncode == 2, done

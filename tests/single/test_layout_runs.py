@@ -26,7 +26,7 @@ FLAGS = [
 
 
 def _run(root: Path, axes: dict[str, int], ranks: int, slow: int) -> tuple[Path, str]:
-    """A run of which a rank takes longer; (its folder, what it said)."""
+    """A run of which a rank takes longer; (its directory, what it said)."""
     flags = [word for axis, size in axes.items() for word in (f"--parallel.{axis}", str(size))]
     where = ["--run.root", str(root), "--run.id", "run"]
     flags += ["--task", "tests.support.disturbed:SlowToCompute"]
@@ -36,8 +36,8 @@ def _run(root: Path, axes: dict[str, int], ranks: int, slow: int) -> tuple[Path,
     return root / "run", done.stderr
 
 
-def _named(folder: Path) -> list[tuple[Any, ...]]:
-    events = [e for e in read_lines(folder / "events.jsonl") if e["event"] == "straggler"]
+def _named(directory: Path) -> list[tuple[Any, ...]]:
+    events = [e for e in read_lines(directory / "events.jsonl") if e["event"] == "straggler"]
     return [(e["rank"], e.get("stage"), e.get("ranks"), e["phase"]) for e in events]
 
 
@@ -47,9 +47,9 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return _run(tmp_path_factory.mktemp("pipelines"), {"pipeline": 2}, ranks=4, slow=3)
 
 
-def _columns(folder: Path) -> dict[str, list[float]]:
+def _columns(directory: Path) -> dict[str, list[float]]:
     """Figures of ranks.jsonl, each a list over the ranks: means of all lines but the first."""
-    lines = read_lines(folder / "ranks.jsonl")[1:]
+    lines = read_lines(directory / "ranks.jsonl")[1:]
     names = [name for name, value in lines[0].items() if isinstance(value, list)]
     ranks = {name: zip(*(line[name] for line in lines), strict=True) for name in names}
     return {name: [sum(own) / len(lines) for own in each] for name, each in ranks.items()}
@@ -58,37 +58,37 @@ def _columns(folder: Path) -> dict[str, list[float]]:
 def test_slow_rank_in_one_of_two_pipelines_is_identified(
     pipelines: tuple[Path, str],
 ) -> None:
-    folder, said = pipelines
-    assert _named(folder) == [(3, None, None, "compute")], said
+    directory, said = pipelines
+    assert _named(directory) == [(3, None, None, "compute")], said
     assert re.search(r"rank 3 on \S+ is slow: .* it loses most in: compute", said), said
 
 
 def test_slow_pipeline_stage_is_reported_as_stage(tmp_path: Path) -> None:
-    folder, said = _run(tmp_path, {"pipeline": 2}, ranks=2, slow=1)
-    assert _named(folder) == [(1, 1, None, "compute")], said
+    directory, said = _run(tmp_path, {"pipeline": 2}, ranks=2, slow=1)
+    assert _named(directory) == [(1, 1, None, "compute")], said
     assert re.search(r"pipeline stage 1 \(rank 1 on \S+\) is slow: ", said), said
 
 
 @pytest.mark.parametrize("axis", ["context", "shard", "tensor"])
 def test_slow_rank_is_reported_instead_of_rank_waiting_for_it(axis: str, tmp_path: Path) -> None:
-    folder, said = _run(tmp_path, {axis: 2}, ranks=2, slow=1)
-    assert _named(folder) == [(1, None, None, "compute")], said
-    waited = _columns(folder)[f"{axis}_wait_seconds"]
+    directory, said = _run(tmp_path, {axis: 2}, ranks=2, slow=1)
+    assert _named(directory) == [(1, None, None, "compute")], said
+    waited = _columns(directory)[f"{axis}_wait_seconds"]
     assert waited[0] > waited[1] + 0.8 * EVERY * LAG  # one micro-batch a step, at least
 
 
 def test_pipeline_wait_times_and_parameter_shards_are_recorded(
     pipelines: tuple[Path, str],
 ) -> None:
-    folder, _ = pipelines
-    found = _columns(folder)
+    directory, _ = pipelines
+    found = _columns(directory)
     wait, whole = found["pipeline_wait_seconds"], found["schedule_seconds"]
     # Rank 2 waits for rank 3 most of the time; 0 and 1 wait for gradients, after their schedules.
     assert wait[2] > 0.5 * whole[2] and wait[3] < 0.5 * whole[3]
-    assert read_lines(folder / "ranks.jsonl")[-1]["bubble_formula"] == 1 / 2
+    assert read_lines(directory / "ranks.jsonl")[-1]["bubble_formula"] == 1 / 2
     parts = found["parameter_bytes"]
     assert parts[0] == parts[2] and parts[1] == parts[3] and parts[0] != parts[1]
-    for line in read_lines(folder / "ranks.jsonl"):
+    for line in read_lines(directory / "ranks.jsonl"):
         for rank, seconds in enumerate(zip(*line["phases"].values(), strict=True)):
             assert sum(seconds) == pytest.approx(line["wall_seconds"][rank], rel=0.02, abs=0.01)
 
@@ -96,9 +96,9 @@ def test_pipeline_wait_times_and_parameter_shards_are_recorded(
 def test_report_shows_layout(
     pipelines: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = pipelines
+    directory, _ = pipelines
     capsys.readouterr()
-    assert cli.main(["report", str(folder), "--format", "json"]) == 0
+    assert cli.main(["report", str(directory), "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)["layout"]
     assert found["picture"][0] == "4 ranks = data 2 x pipeline 2"
     assert found["bubble_formula_share"] == pytest.approx(1 / 2)
@@ -107,8 +107,8 @@ def test_report_shows_layout(
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for rank in found["ranks"]:
         assert rank["parameter_bytes"] and rank["peak_host_memory_bytes"]
-    assert cli.main(["report", str(folder)]) == 0
-    page = (folder / "report.html").read_text()
+    assert cli.main(["report", str(directory)]) == 0
+    page = (directory / "report.html").read_text()
     for part in ("data 2 x pipeline 2", "Pipeline bubble", "replica 1 on ", "Shards of the model"):
         assert part in page, part
 
@@ -120,7 +120,7 @@ def test_state_hash_is_independent_of_layout(tmp_path: Path) -> None:
     one = train(tmp_path, "one", flags)
     parts = train(tmp_path, "parts", [*flags, "--parallel.pipeline", "2"], "mpirun:2")
     hashes = [
-        [line["state_hash"] for line in metrics(folder) if "state_hash" in line]
-        for folder in (one, parts)
+        [line["state_hash"] for line in metrics(directory) if "state_hash" in line]
+        for directory in (one, parts)
     ]
     assert len(hashes[0]) == 2 and hashes[0] == hashes[1]

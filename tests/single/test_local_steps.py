@@ -36,8 +36,8 @@ def test_local_steps_match_dense_loss_and_send_fewer_bytes(root: Path) -> None:
     assert "the curve depends on the number of ranks: exchange.sync_every 8" in log
 
 
-def _bytes(folder: Path) -> int:
-    lines = [json.loads(line) for line in (folder / "ranks.jsonl").read_text().splitlines()]
+def _bytes(directory: Path) -> int:
+    lines = [json.loads(line) for line in (directory / "ranks.jsonl").read_text().splitlines()]
     return sum(line["bytes"][0] for line in lines)
 
 

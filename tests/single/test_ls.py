@@ -25,23 +25,23 @@ def _made(
     root: Path, name: str, events: list[dict[str, Any]], metrics: list[dict[str, Any]], age: float
 ) -> Path:
     """A run whose newest line is so many seconds old."""
-    folder = root / name
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").touch()
+    directory = root / name
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").touch()
     for file, lines in (("events.jsonl", events), ("metrics.jsonl", metrics)):
         lines = [{"time": time.time() - age, **line} for line in lines]
-        (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
+        (directory / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return directory
 
 
 def _line(step: int, loss: float = 0.5) -> dict[str, Any]:
     return {"step": step, "loss": loss, "world_size": 3}
 
 
-def _own(folder: Path, name: str = ".owner", ended: bool = False) -> Path:
+def _own(directory: Path, name: str = ".owner", ended: bool = False) -> Path:
     token = owner_token.Token("me", 1, 0, "host", 1, "boot", False, ended=ended)
-    owner_token.write(folder / name, token)
-    return folder / name
+    owner_token.write(directory / name, token)
+    return directory / name
 
 
 @pytest.fixture
@@ -127,8 +127,8 @@ def test_missing_directory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ls_reads_only_end_of_long_metrics_file(tmp_path: Path) -> None:
-    folder = _made(tmp_path, "long", [START], [], 0)
-    with open(folder / "metrics.jsonl", "r+b") as file:
+    directory = _made(tmp_path, "long", [START], [], 0)
+    with open(directory / "metrics.jsonl", "r+b") as file:
         file.seek(1 << 30)  # takes no room
         file.write(b"\n" + json.dumps(_line(9)).encode() + b"\n")
     tracemalloc.start()

@@ -18,36 +18,36 @@ FLAGS = [*("--train.steps", str(STEPS)), *("--eval.every", str(STEPS)), *("--eva
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("precision")
 
 
 @pytest.fixture(scope="module")
-def auto(folder: Path) -> Finished:
-    where = ["--run.root", str(folder), "--run.id", "auto", "--precision.name", "auto"]
-    done = run(folder / "output", [*TINY, *FLAGS, *where])
+def auto(directory: Path) -> Finished:
+    where = ["--run.root", str(directory), "--run.id", "auto", "--precision.name", "auto"]
+    done = run(directory / "output", [*TINY, *FLAGS, *where])
     assert done.returncode == 0, done
     return done
 
 
 @pytest.fixture(scope="module")
-def in_float32(folder: Path, auto: Finished) -> list[dict]:
-    return metrics(folder / "auto")
+def in_float32(directory: Path, auto: Finished) -> list[dict]:
+    return metrics(directory / "auto")
 
 
-def test_auto_precision_is_float32_on_cpu_and_logged(folder: Path, auto: Finished) -> None:
+def test_auto_precision_is_float32_on_cpu_and_logged(directory: Path, auto: Finished) -> None:
     assert "precision.name auto: float32, on cpu" in auto.stderr, auto
-    events = (folder / "auto/events.jsonl").read_text().splitlines()
+    events = (directory / "auto/events.jsonl").read_text().splitlines()
     [start] = [event for event in map(json.loads, events) if event["event"] == "start"]
     assert start["precision"] == "float32"
-    assert "loss_scale" not in metrics(folder / "auto")[-1]
+    assert "loss_scale" not in metrics(directory / "auto")[-1]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-params"])
 def test_loss_curve_in_16_bits_stays_close_to_float32(
-    folder: Path, in_float32: list[dict], name: str
+    directory: Path, in_float32: list[dict], name: str
 ) -> None:
-    lines = metrics(train(folder, name, [*FLAGS, "--precision.name", name]))
+    lines = metrics(train(directory, name, [*FLAGS, "--precision.name", name]))
     for line, expected in zip(lines, in_float32, strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], rel=0.01)
     assert lines[-1]["validation_loss"] == pytest.approx(
@@ -57,22 +57,29 @@ def test_loss_curve_in_16_bits_stays_close_to_float32(
     scales = {line.get("loss_scale") for line in lines}
     assert scales == ({2.0**16} if name == "fp16" else {None})
     if name == "bf16-params":
-        _exported_as_they_are(folder)
+        _exported_as_they_are(directory)
 
 
-def _exported_as_they_are(folder: Path) -> None:
+def _exported_as_they_are(directory: Path) -> None:
     for form in ("hvdtrain", "huggingface"):
-        out = folder / f"exported-{form}"
-        argv = [sys.executable, "-m", "hvdtrain.cli", "ckpt", "export", str(folder / "bf16-params")]
+        out = directory / f"exported-{form}"
+        argv = [
+            sys.executable,
+            "-m",
+            "hvdtrain.cli",
+            "ckpt",
+            "export",
+            str(directory / "bf16-params"),
+        ]
         argv += ["--out", str(out), "--format", form]
-        done = Job([], argv, environment(), folder / f"export-{form}").wait(60)
+        done = Job([], argv, environment(), directory / f"export-{form}").wait(60)
         assert done.returncode == 0 and "in bfloat16" in done.stdout, done
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_resume_rejects_precision_change(folder: Path, in_float32: list[dict]) -> None:
-    where = ["--run.root", str(folder), "--run.id", "auto"]
-    done = run(folder / "output", [*TINY, *FLAGS, *where, "--precision.name", "bf16"])
+def test_resume_rejects_precision_change(directory: Path, in_float32: list[dict]) -> None:
+    where = ["--run.root", str(directory), "--run.id", "auto"]
+    done = run(directory / "output", [*TINY, *FLAGS, *where, "--precision.name", "bf16"])
     assert done.returncode == 2 and "Traceback" not in done.stderr, done
     message = "precision.name was float32 at the checkpoint of step 30 and is bf16 now"
     assert message in done.stderr.splitlines()[-1], done

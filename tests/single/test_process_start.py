@@ -168,11 +168,11 @@ def test_process_starts_under_kubeflow_agent_without_stdin(
     monkeypatch.setenv("OMPI_MCA_plm_rsh_agent", str(agent))
     out = io.StringIO()
     command = "env A='a b' sh -c 'echo $A in $PWD; exit 3'"
-    folder = tmp_path / "it's here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
+    directory = tmp_path / "it's here"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
     code = guarded_exec.execute(command, "pod", SETTINGS, guarded_exec.Output(out, out))
-    assert (code, out.getvalue()) == (3, f"a b in {folder}\n")
+    assert (code, out.getvalue()) == (3, f"a b in {directory}\n")
 
 
 def test_environment_larger_than_pipe_buffer_arrives_complete() -> None:

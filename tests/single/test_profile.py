@@ -32,15 +32,15 @@ PACED = (
 )
 
 
-def _run(folder: Path, arguments: str, launcher: str = "", late: int = 9) -> Finished:
-    """A run of 14 steps in folder/run; rank `late` takes 20 ms longer for each sample."""
-    slow = folder / "slow"
+def _run(directory: Path, arguments: str, launcher: str = "", late: int = 9) -> Finished:
+    """A run of 14 steps in directory/run; rank `late` takes 20 ms longer for each sample."""
+    slow = directory / "slow"
     slow.touch()
     env = {"HVDTRAIN_TEST_LAG": f"{late}:0.02:{slow}", "HVDTRAIN_TEST_PACE": "0.05"}
-    where = ["--run.root", str(folder), "--run.id", "run"]
+    where = ["--run.root", str(directory), "--run.id", "run"]
     # Not forked: Lagging knows its rank by what its process began with.
     flags = [*PACED.split(), *where, *arguments.split()]
-    done = runs.start(folder, flags, launcher, env).wait(120)
+    done = runs.start(directory, flags, launcher, env).wait(120)
     assert done.returncode == 0, done
     return done
 
@@ -60,15 +60,15 @@ def _spans(trace: Path) -> dict[str, float]:
 @pytest.mark.parametrize("launcher", ["gloo:2", "mpirun:2"])
 def test_profile_contains_steps_ranks_phases_and_late_rank(tmp_path: Path, launcher: str) -> None:
     _run(tmp_path, "--profile.steps 10:13 --checkpoint.every 11", launcher, late=1)
-    folder = tmp_path / "run/profile"
+    directory = tmp_path / "run/profile"
     host = os.uname().nodename
     stems = [f"rank_{rank:05}_{host}.10" for rank in (0, 1)]
     expected = [stem + suffix for stem in stems for suffix in (".json", TRACE)]
-    assert sorted(p.name for p in folder.iterdir()) == sorted([*expected, "timeline.10.json"])
+    assert sorted(p.name for p in directory.iterdir()) == sorted([*expected, "timeline.10.json"])
     exchanged = (tmp_path / "run/ranks.jsonl").read_text().splitlines()
     lines = [line for line in map(json.loads, exchanged) if 10 <= line["step"] < 13]
     for rank, stem in enumerate(stems):
-        spans = _spans(folder / (stem + TRACE))
+        spans = _spans(directory / (stem + TRACE))
         steps = {name for name in spans if name.startswith("ProfilerStep#")}
         assert steps == {"ProfilerStep#10", "ProfilerStep#11", "ProfilerStep#12"}
         for phase in ("data", "forward", "backward", "comm_exposed", "optimizer"):
@@ -203,7 +203,7 @@ def _call(name: str, begin: float, dur: float, tid: int = 1, cat: str = "cpu_op"
     return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": dur, "pid": 1, "tid": tid}
 
 
-def _write(folder: Path, rank: int, events: list[dict[str, Any]], device: str = "cpu") -> None:
+def _write(directory: Path, rank: int, events: list[dict[str, Any]], device: str = "cpu") -> None:
     phases = {"data": 1.0, "forward": 2.0, "backward": 3.0, "comm_exposed": 1.0, "optimizer": 1.0}
     figures = {
         **{"rank": rank, "host": "a", "world_size": 2, "steps": [4, 6], "device": device},
@@ -212,8 +212,8 @@ def _write(folder: Path, rank: int, events: list[dict[str, Any]], device: str = 
         **{"host_peak_bytes": None, "device_peak_bytes": None},
     }
     stem = f"rank_{rank:05}_a.4"
-    (folder / f"{stem}.json").write_text(json.dumps(figures))
-    (folder / (stem + TRACE)).write_bytes(gzip.compress(json.dumps(events).encode()))
+    (directory / f"{stem}.json").write_text(json.dumps(figures))
+    (directory / (stem + TRACE)).write_bytes(gzip.compress(json.dumps(events).encode()))
 
 
 def test_summary_assigns_time_to_phases_and_operators(tmp_path: Path) -> None:

@@ -56,9 +56,9 @@ def figures(tmp_path: Path) -> Iterator[bytes]:
     exporter = build_exporter(config, 0, cpu, exported)
     assert exporter is not None
     exporter.describe({"run": "mine"})
-    folder = RunDirectory(tmp_path)
-    folder.prepare(fresh=True, claim=Claim.of_this_process())
-    recorder = RunRecorder(folder, CheckpointConfig(keep=1))
+    directory = RunDirectory(tmp_path)
+    directory.prepare(fresh=True, claim=Claim.of_this_process())
+    recorder = RunRecorder(directory, CheckpointConfig(keep=1))
     recorder.open(0, exporter)
     yield generate_latest(exporter.registry)
     recorder.close()
@@ -130,11 +130,11 @@ def test_prometheus_discovers_only_active_runs(tmp_path: Path) -> None:
     (pattern,) = job["file_sd_configs"][0]["files"]
     where = pattern.replace("/runs/", "")
     for name in ("one", "two"):
-        folder = RunDirectory(tmp_path / name)
-        folder.path.mkdir()
-        write_targets(folder.targets, name, [ExporterAddress("node1", 0, 9855)], tls=False)
-        folder.list_targets()
-        assert folder.listed_targets.read_bytes() == folder.targets.read_bytes()
+        directory = RunDirectory(tmp_path / name)
+        directory.path.mkdir()
+        write_targets(directory.targets, name, [ExporterAddress("node1", 0, 9855)], tls=False)
+        directory.list_targets()
+        assert directory.listed_targets.read_bytes() == directory.targets.read_bytes()
     assert {path.stem for path in tmp_path.glob(where)} == {"one", "two"}
     RunDirectory(tmp_path / "one").remove_targets()
     assert [path.stem for path in tmp_path.glob(where)] == ["two"]
@@ -142,13 +142,13 @@ def test_prometheus_discovers_only_active_runs(tmp_path: Path) -> None:
 
 
 def test_unusable_targets_directory_does_not_end_run(tmp_path: Path) -> None:
-    folder = RunDirectory(tmp_path / "one")
-    folder.path.mkdir()
-    write_targets(folder.targets, "one", [ExporterAddress("node1", 0, 9855)], tls=False)
-    (tmp_path / ".targets").write_text("no folder: root may write into any")
-    folder.list_targets()
-    folder.remove_targets()
-    assert not folder.targets.exists()
+    directory = RunDirectory(tmp_path / "one")
+    directory.path.mkdir()
+    write_targets(directory.targets, "one", [ExporterAddress("node1", 0, 9855)], tls=False)
+    (tmp_path / ".targets").write_text("no directory: root may write into any")
+    directory.list_targets()
+    directory.remove_targets()
+    assert not directory.targets.exists()
 
 
 def test_starting_run_does_not_count_as_stalled(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ def _generation(number: int) -> dict[str, Any]:
     return {"claim": f"a.{number}", "source": "memory", "step": 10 * number, "cause": "failure"}
 
 
-def _starts(folder: Path) -> list[tuple[int, int]]:
-    lines = read_lines(folder / "events.jsonl")
+def _starts(directory: Path) -> list[tuple[int, int]]:
+    lines = read_lines(directory / "events.jsonl")
     return [(line["generation"], line["step"]) for line in lines if line["event"] == "start"]
 
 
@@ -40,10 +40,10 @@ def test_generation_older_than_the_last_recorded_one_is_omitted(tmp_path: Path) 
 
 
 def test_generations_recorded_after_a_disk_failure_have_distinct_numbers(tmp_path: Path) -> None:
-    folder = RunDirectory(tmp_path / "later")
-    recorder = RunRecorder(folder, CheckpointConfig(keep=1))
+    directory = RunDirectory(tmp_path / "later")
+    recorder = RunRecorder(directory, CheckpointConfig(keep=1))
     recorder.emit_starts([_generation(0)])
     recorder.emit_starts([_generation(0), _generation(1)])
-    folder.path.mkdir()
+    directory.path.mkdir()
     recorder.emit_starts([_generation(0), _generation(1), _generation(2)])
-    assert _starts(folder.path) == [(0, 0), (1, 10), (2, 20)]
+    assert _starts(directory.path) == [(0, 0), (1, 10), (2, 20)]

@@ -178,13 +178,13 @@ def test_ranks_build_the_same_indexes_as_one_process(
         "index._PIECE_BYTES = 512\n"
         "sys.exit(cli.main(['data', 'index', '--input', *sys.argv[1:]]))\n"
     )
-    for folder in ("alone", "shared"):
-        _lines(tmp_path / folder / "big.jsonl", [{"n": "x" * (i % 50)} for i in range(400)])
-        _parquet(tmp_path / folder / "a.parquet", 0, 30)
-        _tar(tmp_path / folder / "a.tar", [("1.cls", b"1"), ("2.cls", b"2")])
+    for directory in ("alone", "shared"):
+        _lines(tmp_path / directory / "big.jsonl", [{"n": "x" * (i % 50)} for i in range(400)])
+        _parquet(tmp_path / directory / "a.parquet", 0, 30)
+        _tar(tmp_path / directory / "a.tar", [("1.cls", b"1"), ("2.cls", b"2")])
     command = [sys.executable, "-c", program]
-    for folder, np_ in (("alone", 1), ("shared", 3)):
-        own = [*command, str(tmp_path / folder)]
+    for directory, np_ in (("alone", 1), ("shared", 3)):
+        own = [*command, str(tmp_path / directory)]
         done = subprocess.run(
             own if np_ == 1 else mpirun(np_, own),
             capture_output=True,
@@ -195,7 +195,7 @@ def test_ranks_build_the_same_indexes_as_one_process(
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("indexes made: 1") == 3  # one rank speaks
-    indexes = [sorted((tmp_path / folder).glob(".*")) for folder in ("alone", "shared")]
+    indexes = [sorted((tmp_path / directory).glob(".*")) for directory in ("alone", "shared")]
     assert [len(found) for found in indexes] == [3, 3]
     for own, other in zip(*indexes, strict=True):
         assert np.array_equal(np.load(own)[3:], np.load(other)[3:])
@@ -255,8 +255,8 @@ def test_invalid_data_or_index_raises_a_clear_error(
         make(tmp_path)
 
 
-def _broken_line(folder: Path, line: str) -> object:
-    path = _lines(folder / "a.jsonl", [{"a": 1}] * 3)
+def _broken_line(directory: Path, line: str) -> object:
+    path = _lines(directory / "a.jsonl", [{"a": 1}] * 3)
     path.write_text(path.read_text() + line)
     data = JsonLines([str(path)])
     assert data[2] == {"a": 1}

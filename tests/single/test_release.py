@@ -31,7 +31,7 @@ def call(argv: Sequence[str | Path], cwd: Path, env: Mapping[str, str] | None = 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an sdist and the wheel that was built from it."""
+    """A directory with an sdist and the wheel that was built from it."""
     source = tmp_path_factory.mktemp("release")
     for name in SOURCES:
         shutil.copy(REPOSITORY / name, source)

@@ -26,13 +26,13 @@ def _run(root: Path, flip: str, *flags: str, ranks: int = 3) -> Finished:
     return run(root / "output", flags, f"mpirun:{ranks}", {"HVDTRAIN_TEST_FLIP": flip})
 
 
-def _healed(folder: Path) -> list[tuple[int, Any]]:
-    return [(line["step"], line["healed"]) for line in metrics(folder) if "healed" in line]
+def _healed(directory: Path) -> list[tuple[int, Any]]:
+    return [(line["step"], line["healed"]) for line in metrics(directory) if "healed" in line]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run in which nothing flipped."""
+    """The directory of a run in which nothing flipped."""
     root = tmp_path_factory.mktemp("whole")
     done = _run(root, NEVER, "--checkpoint.every", "5", "--checkpoint.keep", "4")
     assert done.returncode == 0, done
@@ -47,24 +47,24 @@ def test_flipped_bits_are_healed_before_losses_or_checkpoints_change(
     flags = ["--checkpoint.every", "5", "--checkpoint.keep", "4"]
     done = _run(tmp_path, "1:5:weight,0:10:exp_avg_sq,2:15:step", *flags)
     assert done.returncode == 0, done
-    folder = tmp_path / "run"
-    assert _healed(folder) == [(5, [1]), (10, [0]), (15, [2])], done
+    directory = tmp_path / "run"
+    assert _healed(directory) == [(5, [1]), (10, [0]), (15, [2])], done
     for step, rank in ((5, 1), (10, 0), (15, 2)):
         named = f"step {step}: parameters or optimizer state of rank {rank} on "
         assert named in done.stderr, done
-    assert losses(folder) == losses(whole)
+    assert losses(directory) == losses(whole)
     for step in (5, 10, 15, STEPS):
-        assert weights(folder, step) == weights(whole, step)
+        assert weights(directory, step) == weights(whole, step)
 
 
 def test_healing_is_logged_and_ranks_are_identical_afterwards(whole: Path, tmp_path: Path) -> None:
     done = _run(tmp_path, "2:7:weight", "--train.log_every", "6", "--checkpoint.every", "17")
     assert done.returncode == 0, done
-    folder = tmp_path / "run"
-    assert [line["step"] for line in metrics(folder)] == [6, 10, 12, 17]
-    assert _healed(folder) == [(10, [2])], done  # and no more in the last step
+    directory = tmp_path / "run"
+    assert [line["step"] for line in metrics(directory)] == [6, 10, 12, 17]
+    assert _healed(directory) == [(10, [2])], done  # and no more in the last step
     assert "gradients of the steps since 5 may have been wrong" in done.stderr, done
-    before, *after = losses(folder)
+    before, *after = losses(directory)
     expected = [losses(whole)[step - 1] for step in (10, 12, 17)]
     assert before == losses(whole)[5] and after != expected
     assert after == pytest.approx(expected, rel=1e-2)

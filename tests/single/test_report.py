@@ -44,7 +44,7 @@ def _ranks_line(history: History, step: int, steps: int, **phases: list[float]) 
         "most_memory_bytes": {"forward": 2**30 + step, "backward": 2**31 - step},
         "score": [1.0, 0.5][:ranks],
     }
-    with open(history.folder / "ranks.jsonl", "a") as file:
+    with open(history.directory / "ranks.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
 
 
@@ -57,7 +57,7 @@ def _straggler(history: History, event: str, step: int, **score: float) -> None:
 def history(tmp_path: Path) -> History:
     """2 ranks, killed in step 14, again from step 10; one rank dies after step 20; 1 rank ends."""
     history = History(tmp_path / "run", eval_every=6)
-    (history.folder / "config.yaml").write_text("telemetry: {straggler_threshold: 0.75}")
+    (history.directory / "config.yaml").write_text("telemetry: {straggler_threshold: 0.75}")
     history.launch(2)
     history.steps(5)
     _ranks_line(
@@ -97,7 +97,7 @@ def _figures(capsys: pytest.CaptureFixture[str], *runs: Path) -> dict[str, Any]:
 def test_metrics_equal_values_computed_by_hand(
     history: History, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = _figures(capsys, history.folder)
+    found = _figures(capsys, history.directory)
     assert found["state"] == "finished" and found["exit_code"] == 0
     assert (found["steps"], found["total_steps"], found["ranks"]) == (60, 60, 1)
     assert found["deals"] == [{"step": 6, "micro_batches": [3, 1]}]
@@ -128,7 +128,7 @@ def test_metrics_equal_values_computed_by_hand(
 def test_restarts_and_stragglers_are_reported(
     history: History, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = _figures(capsys, history.folder)
+    found = _figures(capsys, history.directory)
     launched, recovered = found["restarts"]
     assert (launched["cause"], launched["step"], launched["redone_steps"]) == ("launch", 10, 3)
     assert launched["seconds_without_steps"] == pytest.approx(30 + STARTING + WARMING)
@@ -140,13 +140,13 @@ def test_restarts_and_stragglers_are_reported(
     assert (slow["rank"], slow["host"], slow["phase"]) == (1, "node1", "data")
     # From 5 to 9, and from 10 until the round ended at 20.
     assert (slow["times"], slow["steps"], slow["lowest_score"]) == (2, 14, 0.4)
-    goodput = audit(history.folder).goodput
+    goodput = audit(history.directory).goodput
     assert found["goodput_share"] == goodput.share and found["seconds_by_part"] == goodput.parts
 
 
 def test_page_is_complete_and_self_contained(history: History) -> None:
-    assert cli.main(["report", str(history.folder)]) == 0
-    page = (history.folder / "report.html").read_text()
+    assert cli.main(["report", str(history.directory)]) == 0
+    page = (history.directory / "report.html").read_text()
     for part in (
         "60 of 60 steps (9.38 epochs) in",
         "on 1 rank, 1 host, with 2 restarts. It finished.",
@@ -166,8 +166,8 @@ def test_page_is_complete_and_self_contained(history: History) -> None:
 
 @pytest.mark.slow
 def test_page_renders_in_a_browser_without_complaints(history: History, tmp_path: Path) -> None:
-    assert cli.main(["report", str(history.folder)]) == 0
-    shown = show(history.folder / "report.html", tmp_path, 4000)
+    assert cli.main(["report", str(history.directory)]) == 0
+    shown = show(history.directory / "report.html", tmp_path, 4000)
     assert not shown.complaints
     assert not shown.blank_stretches()
     assert shown.dom.count("<svg") == 8 and "straggler score" in shown.dom
@@ -177,8 +177,8 @@ def test_page_renders_in_a_browser_without_complaints(history: History, tmp_path
 
 
 def test_page_blocks_requests_to_other_hosts(history: History, tmp_path: Path) -> None:
-    assert cli.main(["report", str(history.folder)]) == 0
-    page = history.folder / "report.html"
+    assert cli.main(["report", str(history.directory)]) == 0
+    page = history.directory / "report.html"
     requests: list[str] = []
 
     class OtherHost(BaseHTTPRequestHandler):
@@ -206,8 +206,8 @@ def test_page_blocks_requests_to_other_hosts(history: History, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_page_is_readable_in_dark_mode(history: History, tmp_path: Path) -> None:
-    assert cli.main(["report", str(history.folder)]) == 0
-    shown = show(history.folder / "report.html", tmp_path, 4000, dark=True)
+    assert cli.main(["report", str(history.directory)]) == 0
+    shown = show(history.directory / "report.html", tmp_path, 4000, dark=True)
     assert shown.count("#14181c") > 10**6  # the background, of the plots too
     assert shown.count("#e6e9ec") > 1000  # the ink
     assert shown.count("#000000", near=3) < 500
@@ -220,45 +220,47 @@ def test_two_runs_are_compared(
     other = History(tmp_path / "o$ther$<b>")
     other.launch(2)
     other.steps(30)
-    found = _figures(capsys, history.folder, other.folder)
+    found = _figures(capsys, history.directory, other.directory)
     assert found["a"]["steps"] == 60 and found["b"]["state"] == "no end"
     assert found["ratios"]["steps"] == 0.5 and found["ratios"]["final_loss"] == 2
     assert found["ratios"]["overlap"] is None  # the other has no ranks.jsonl
     assert found["ratios"]["data_seconds_per_step"] is None
     out = tmp_path / "two.html"
-    assert cli.main(["report", str(history.folder), str(other.folder), "--out", str(out)]) == 0
+    assert (
+        cli.main(["report", str(history.directory), str(other.directory), "--out", str(out)]) == 0
+    )
     shown = show(out, tmp_path, 2400)
     assert not shown.complaints and not shown.blank_stretches()
     assert "B: o$ther$&lt;b&gt;" in shown.dom and shown.dom.count("<svg") == 4
     assert "ranks.jsonl has no lines" in shown.dom
     assert shown.count(BLUE) > 300 and shown.count("#e0812b") > 300
-    assert cli.main(["report", str(history.folder), str(other.folder)]) == 0
-    assert (other.folder / "compare.html").exists()
+    assert cli.main(["report", str(history.directory), str(other.directory)]) == 0
+    assert (other.directory / "compare.html").exists()
 
 
 def _without_events(history: History) -> None:
-    (history.folder / "events.jsonl").unlink()
+    (history.directory / "events.jsonl").unlink()
 
 
 def _without_ranks(history: History) -> None:
-    (history.folder / "ranks.jsonl").unlink()
-    (history.folder / "config.yaml").write_text("telemetry: {exchange_every: 0}")
+    (history.directory / "ranks.jsonl").unlink()
+    (history.directory / "config.yaml").write_text("telemetry: {exchange_every: 0}")
 
 
 def _torn(history: History) -> None:
     for name in ("events", "metrics", "ranks"):
-        with open(history.folder / f"{name}.jsonl", "a") as file:
+        with open(history.directory / f"{name}.jsonl", "a") as file:
             file.write('{"step": 61, "phases": {"data": [0.1, 0.')
 
 
 def _without_steps(history: History) -> None:
     for name in ("metrics", "superseded_metrics", "ranks"):
-        (history.folder / f"{name}.jsonl").write_text("")
+        (history.directory / f"{name}.jsonl").write_text("")
 
 
 def _damaged(history: History) -> None:
-    (history.folder / "manifest.json").write_text('{"task": ')
-    (history.folder / "config.yaml").write_text("a: [")
+    (history.directory / "manifest.json").write_text('{"task": ')
+    (history.directory / "config.yaml").write_text("a: [")
 
 
 DAMAGES = {
@@ -277,9 +279,9 @@ def test_report_lists_missing_data_and_shows_the_rest(
 ) -> None:
     damage, sentences, pictures = DAMAGES[name]
     damage(history)
-    found = _figures(capsys, history.folder)
-    assert cli.main(["report", str(history.folder)]) == 0
-    page = (history.folder / "report.html").read_text()
+    found = _figures(capsys, history.directory)
+    assert cli.main(["report", str(history.directory)]) == 0
+    page = (history.directory / "report.html").read_text()
     for sentence in sentences:
         assert any(sentence in line for line in found["missing"]), found["missing"]
         assert sentence in page
@@ -293,33 +295,33 @@ def test_report_shows_an_unfinished_run_of_one_rank(
     history.launch(1)
     history.steps(1)
     _ranks_line(history, 1, 1, forward=[1.0])
-    found = _figures(capsys, history.folder)
+    found = _figures(capsys, history.directory)
     assert found["overlap"] is None and found["exposed_share"] == 0
     assert found["bus_bandwidth_bytes_per_second"] is None and found["slowest_rank"] is None
     assert found["state"] == "no end" and found["steps"] == 1
-    assert cli.main(["report", str(history.folder)]) == 0
-    page = (history.folder / "report.html").read_text()
+    assert cli.main(["report", str(history.directory)]) == 0
+    page = (history.directory / "report.html").read_text()
     assert "the run was killed, or it is still running" in page and "one rank" in page
 
 
 def test_long_step_switches_step_time_to_a_logarithmic_axis(history: History) -> None:
-    path = history.folder / "metrics.jsonl"
+    path = history.directory / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[9]["step_seconds"] = 100.0
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert cli.main(["report", str(history.folder)]) == 0
-    page = (history.folder / "report.html").read_text()
+    assert cli.main(["report", str(history.directory)]) == 0
+    page = (history.directory / "report.html").read_text()
     assert "ms/step (logarithmic)" in page and ">10,000<" in page
     assert "mathdefault" not in page  # what matplotlib writes for powers of ten
 
 
 def test_nonfinite_losses_and_skipped_steps_are_counted(history: History) -> None:
-    path = history.folder / "metrics.jsonl"
+    path = history.directory / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[7] |= {"loss": None, "skipped": True}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert cli.main(["report", str(history.folder)]) == 0
-    page = (history.folder / "report.html").read_text()
+    assert cli.main(["report", str(history.directory)]) == 0
+    page = (history.directory / "report.html").read_text()
     assert "1 step had a non-finite loss." in page
     assert "1 step skipped because the gradient was not finite." in page
     assert "Omitted: 1 step with a non-finite loss." in page
@@ -331,14 +333,14 @@ def test_invalid_usage_ends_with_a_clear_error(
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
     out = tmp_path / "nowhere" / "x.html"
-    assert cli.main(["report", str(history.folder), "--out", str(out)]) == 2
+    assert cli.main(["report", str(history.directory), "--out", str(out)]) == 2
     assert "choose another place with --out" in capsys.readouterr().err
-    assert cli.main(["report", str(history.folder), "--out", "x", "--format", "json"]) == 2
+    assert cli.main(["report", str(history.directory), "--out", "x", "--format", "json"]) == 2
     assert "exclude each other" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["report", str(history.folder)]) == 2
+    assert cli.main(["report", str(history.directory)]) == 2
     assert "pip install 'hvdtrain[report]'" in capsys.readouterr().err
-    assert _figures(capsys, history.folder)["steps"] == 60
+    assert _figures(capsys, history.directory)["steps"] == 60
 
 
 _MEASURED = """

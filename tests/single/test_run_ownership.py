@@ -48,8 +48,7 @@ class Runs:
         return psutil.Process(job.pid)
 
     def content(self) -> dict[str, bytes]:
-        """All that is in the run, but for saves that have not ended: each has a folder of its own,
-        which nobody reads."""
+        """Files of the run, without unfinished saves, which have directories that no one reads."""
         files = (path for path in self.run.rglob("*") if path.is_file())
         return {str(path): path.read_bytes() for path in files if path.parent.suffix != ".tmp"}
 

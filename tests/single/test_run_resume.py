@@ -32,7 +32,7 @@ def _in_step(name: str, step: int) -> str:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all runs; in it "whole", which nothing interrupted."""
+    """The directory of all runs; in it "whole", which nothing interrupted."""
     root = tmp_path_factory.mktemp("runs")
     done = _run(root, "whole")
     assert done.returncode == 0, done
@@ -40,10 +40,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _assert_whole(root: Path, run_id: str, first: int = 1) -> None:
-    folder, whole = root / run_id, root / "whole"
-    assert [line["step"] for line in metrics(folder)] == list(range(first, STEPS + 1))
-    assert losses(folder) == losses(whole)[first - 1 :]
-    assert weights(folder, STEPS) == weights(whole, STEPS)
+    directory, whole = root / run_id, root / "whole"
+    assert [line["step"] for line in metrics(directory)] == list(range(first, STEPS + 1))
+    assert losses(directory) == losses(whole)[first - 1 :]
+    assert weights(directory, STEPS) == weights(whole, STEPS)
 
 
 def test_killed_run_resumes_identically_without_repeated_lines(root: Path) -> None:
@@ -112,8 +112,8 @@ def test_branch_without_whole_checkpoints_is_not_started_again(
 ) -> None:
     other = root / "whole/checkpoints/step_00000010"
     shutil.copytree(root / "whole", root / "unmarked")
-    for folder in (root / "unmarked/checkpoints").iterdir():
-        (folder / "complete").unlink()
+    for directory in (root / "unmarked/checkpoints").iterdir():
+        (directory / "complete").unlink()
     done = _run(root, "unmarked", "--run.resume", str(other))
     assert done.returncode == 2 and "is whole (step_00000020, step_00000010)" in done.stderr, done
 
@@ -143,7 +143,7 @@ def test_refused_resume_leaves_the_run_unchanged(root: Path, case: str) -> None:
 
 
 def test_unwritable_run_root_is_reported_as_invalid_input(root: Path) -> None:
-    # Below a file nobody can make a folder, root included.
+    # Below a file nobody can make a directory, root included.
     below = str(root / "whole/config.yaml")
     done = _run(root, "run", "--run.root", below)
     assert done.returncode == 2, done

@@ -27,12 +27,12 @@ from tests.support.runs import REPOSITORY, TINY, TRAIN, environment, metrics
 SECONDS = 100
 
 
-def _on_a_terminal(argv: list[str], folder: Path) -> str:
+def _on_a_terminal(argv: list[str], directory: Path) -> str:
     """Runs a command on a terminal of 120 columns; what was written to it."""
     process, terminal = pty.fork()
     if process == 0:
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-        os.chdir(folder)
+        os.chdir(directory)
         os.execve("/usr/bin/timeout", ["timeout", str(SECONDS), *argv], environment())
     shown = b""
     try:

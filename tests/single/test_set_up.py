@@ -13,7 +13,7 @@ from tests.support.runs import REPOSITORY
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     """A clone's .ci that needs one package, and an apt-get that talks much."""
     shutil.copytree(REPOSITORY / ".ci", tmp_path / "clone/.ci")
     (tmp_path / "clone/.ci/packages").write_text(f"build fancy test -e {tmp_path}/fancy\n")
@@ -29,32 +29,32 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _set_up(folder: Path) -> subprocess.CompletedProcess[str]:
+def _set_up(directory: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [folder / "clone/.ci/set-up", "build"],
-        env=os.environ | {"PATH": f"{folder}/bin:{os.environ['PATH']}"},
+        [directory / "clone/.ci/set-up", "build"],
+        env=os.environ | {"PATH": f"{directory}/bin:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=60,
     )
 
 
-def test_apt_output_goes_to_the_log_file(folder: Path) -> None:
-    done = _set_up(folder)
+def test_apt_output_goes_to_the_log_file(directory: Path) -> None:
+    done = _set_up(directory)
     assert done.returncode == 0, done.stderr
     (line,) = (done.stdout + done.stderr).splitlines()
     assert line == "hvdtrain: installing fancy (apt-get's output: build/set-up.log)"
-    log = (folder / "clone/build/set-up.log").read_text()
+    log = (directory / "clone/build/set-up.log").read_text()
     assert log.count("Reading") == 4 and "install -y --no-install-recommends fancy" in log
-    again = _set_up(folder)
+    again = _set_up(directory)
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
 
 
-def test_apt_failure_shows_its_last_lines_and_the_log_path(folder: Path) -> None:
-    (folder / "broken").touch()
-    done = _set_up(folder)
+def test_apt_failure_shows_its_last_lines_and_the_log_path(directory: Path) -> None:
+    (directory / "broken").touch()
+    done = _set_up(directory)
     assert done.returncode == 100
     *words, what, where = done.stderr.splitlines()
     assert words and all(word.startswith("Reading") for word in words)
     assert what.startswith("hvdtrain: exit code 100 of: ") and what.endswith(" update")
-    assert where == f"hvdtrain: all that it said is in {folder}/clone/build/set-up.log"
+    assert where == f"hvdtrain: all that it said is in {directory}/clone/build/set-up.log"

@@ -34,20 +34,20 @@ REGRESSION = [
 ]
 
 
-def _all_sinks(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Flags and environment: files below the folder, no network."""
+def _all_sinks(directory: Path) -> tuple[list[str], dict[str, str]]:
+    """Flags and environment: files below the directory, no network."""
     flags = ["--telemetry.tensorboard", "true", "--telemetry.wandb_project", "tests"]
     env = {
         "WANDB_MODE": "offline",
-        "MLFLOW_TRACKING_URI": f"file:{folder}/mlruns",
+        "MLFLOW_TRACKING_URI": f"file:{directory}/mlruns",
         "MLFLOW_ALLOW_FILE_STORE": "true",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
     return [*flags, "--telemetry.mlflow_experiment", "tests"], env
 
 
-def _tensorboard(folder: Path) -> list[tuple[int, float]]:
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+def _tensorboard(directory: Path) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars("loss")]
 
@@ -69,10 +69,10 @@ def _records(content: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-def _wandb(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def _wandb(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """Of each offline run in it, by its id; in the order of their beginning."""
     found: dict[str, list[tuple[int, float]]] = {}
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+    for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
         curve = found.setdefault(path.stem.removeprefix("run-"), [])
         for data in _records(path.read_bytes()):
             record = wandb_internal_pb2.Record.FromString(data)
@@ -100,14 +100,14 @@ def _run(root: Path, flags: list[str], env: Mapping[str, str], launcher: str = "
     return run(root / "output", arguments, launcher, env=env, timeout=90)
 
 
-def _curve(folder: Path) -> list[tuple[int, float]]:
-    return [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in metrics(folder)]
+def _curve(directory: Path) -> list[tuple[int, float]]:
+    return [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in metrics(directory)]
 
 
 def test_sinks_have_the_curve_of_the_run_once_after_a_resume(
     tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     flags, env = _all_sinks(tmp_path)
     flags += [*REGRESSION, "--task", "tests.support.tasks:Paced", "--train.steps", str(STEPS)]
     flags += ["--batch.micro_size", "2"]
@@ -115,18 +115,18 @@ def test_sinks_have_the_curve_of_the_run_once_after_a_resume(
     slow = environment(env | {"HVDTRAIN_TEST_PACE": "0.05"})
     with subprocess.Popen([*TRAIN, *flags], env=slow, stderr=subprocess.DEVNULL) as first:
         poll(lambda: len(_mlflow(tmp_path)[1]) > 12, 60, "figures in MLflow")
-        poll(lambda: len([*_wandb(folder).values(), []][0]) > 12, 60, "figures in wandb")
+        poll(lambda: len([*_wandb(directory).values(), []][0]) > 12, 60, "figures in wandb")
         first.kill()
-    wandb_id = (folder / "wandb.id").read_text()
+    wandb_id = (directory / "wandb.id").read_text()
     done = run(tmp_path / "output", flags, env=env | {"HVDTRAIN_TEST_PACE": "0"})
     assert done.returncode == 0, done
-    begin = json.loads((folder / "manifest.json").read_text())["starts"][-1]["step"]
-    expected = _curve(folder)
+    begin = json.loads((directory / "manifest.json").read_text())["starts"][-1]["step"]
+    expected = _curve(directory)
     assert begin >= 10 and [step for step, _ in expected] == list(range(1, STEPS + 1))
     # What the first process had not saved yet died with it: there may be a gap before `begin`.
     status, curve = _mlflow(tmp_path)
-    assert status == "FINISHED" and list(_wandb(folder)) == [wandb_id]
-    for found in (curve, _tensorboard(folder), _wandb(folder)[wandb_id][begin - STEPS :]):
+    assert status == "FINISHED" and list(_wandb(directory)) == [wandb_id]
+    for found in (curve, _tensorboard(directory), _wandb(directory)[wandb_id][begin - STEPS :]):
         steps = [step for step, _ in found]
         assert len(set(steps)) == len(steps), "a step twice"
         assert set(steps) >= set(range(begin + 1, STEPS + 1))
@@ -145,13 +145,13 @@ def test_sinks_receive_every_metric_of_metrics_jsonl(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == names and "validation_loss" in names
     assert [e.step for e in events.Scalars("validation_loss")] == [2, 4]
     assert events.Scalars("loss")[0].wall_time == pytest.approx(lines[0]["time"], abs=0.01)
-    (folder,) = tmp_path.glob("mlruns/*/*/metrics")
-    assert {path.name for path in folder.iterdir()} == names | {"step"}
+    (directory,) = tmp_path.glob("mlruns/*/*/metrics")
+    assert {path.name for path in directory.iterdir()} == names | {"step"}
 
 
 def test_failing_sink_is_reported_once_and_training_continues(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/tensorboard").write_text("no folder")
+    (tmp_path / "run/tensorboard").write_text("no directory")
     flags, env = _all_sinks(tmp_path)
     env |= {
         "MLFLOW_TRACKING_URI": f"http://user:{SESAME}@127.0.0.1:9",

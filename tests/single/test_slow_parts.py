@@ -60,14 +60,14 @@ except collectives.RankLostError:
 """
 
 
-def _ranks(folder: Path, part: str) -> Finished:
-    script, data = folder / "ranks.py", folder / "data"
+def _ranks(directory: Path, part: str) -> Finished:
+    script, data = directory / "ranks.py", directory / "data"
     script.write_text(RANKS.replace("PART", part))
     data.write_bytes(bytes(80 * 150_000))
     seconds = {"CHECK": "1", "SHUTDOWN": "3"}
     env = {f"HOROVOD_STALL_{name}_TIME_SECONDS": value for name, value in seconds.items()}
     command = [sys.executable, str(script), str(data)]
-    return start(folder / "output", [], "gloo:2", env, command).wait(90)
+    return start(directory / "output", [], "gloo:2", env, command).wait(90)
 
 
 def test_wait_for_a_hanging_rank_is_bounded(tmp_path: Path) -> None:

@@ -38,11 +38,11 @@ OPTIONS = {
 PAIRS = [(axis, option) for axis in AXES for option in OPTIONS]
 
 
-def _curves(folder: Path, launcher: str, flags: list[tuple[str, ...]]) -> list[Curve]:
+def _curves(directory: Path, launcher: str, flags: list[tuple[str, ...]]) -> list[Curve]:
     """Of runs with these flags, one after the other in one start."""
     command = [warm.python(2), "-m", "tests.soak.bench.layout_ranks"]
     lists = [json.dumps([*SIZES, *own]) for own in flags]
-    done = start(folder, [str(STEPS), *lists], launcher, command=command).wait(240)
+    done = start(directory, [str(STEPS), *lists], launcher, command=command).wait(240)
     assert done.returncode == 0, done
     lines = [line for line in done.stdout.splitlines() if MARK in line]
     return [Curve(**json.loads(line[line.index(MARK) :])["measured"]) for line in lines]

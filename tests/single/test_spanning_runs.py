@@ -54,7 +54,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_layouts_continue_each_other_with_the_curve_of_one_rank(
     chain: tuple[Path, Path],
 ) -> None:
-    found, wanted = (metrics(folder) for folder in chain)
+    found, wanted = (metrics(directory) for directory in chain)
     assert [line["step"] for line in found] == list(range(1, 17))
     for line, expected in zip(found, wanted, strict=True):
         for key in ("loss", "grad_norm", "validation_loss", "ema_validation_loss"):
@@ -82,8 +82,8 @@ def test_sharded_checkpoint_is_exported_as_whole_weights(
     chain: tuple[Path, Path], tmp_path: Path, more: list[str]
 ) -> None:
     found = []
-    for folder in chain:
-        checkpoint, out = folder / "checkpoints" / "step_00000012", tmp_path / folder.name
+    for directory in chain:
+        checkpoint, out = directory / "checkpoints" / "step_00000012", tmp_path / directory.name
         assert cli.main(["ckpt", "export", str(checkpoint), "--out", str(out), *more]) == 0
         found.append(load_file(out / "model.safetensors"))
     split, one = found

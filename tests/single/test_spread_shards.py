@@ -72,16 +72,16 @@ def _save(root: Path) -> Path:
 
 
 def test_saved_shards_can_be_read_back_and_by_safetensors(tmp_path: Path) -> None:
-    folder = _save(tmp_path)
-    verify(folder)
-    part = open_part(folder, "optimizer")
+    directory = _save(tmp_path)
+    verify(directory)
+    part = open_part(directory, "optimizer")
     assert part is not None and part.names() == ["w/exp_avg", "w/step"]
     assert torch.equal(part.whole("w/exp_avg"), WHOLE)
     assert torch.equal(part.whole("w/step"), torch.tensor(3.0))
     assert torch.equal(part.range("w/exp_avg", 4, 8), WHOLE.view(-1)[4:8])
-    theirs = load_file(folder / "optimizer.rank_00002.safetensors")
+    theirs = load_file(directory / "optimizer.rank_00002.safetensors")
     assert torch.equal(theirs["w/exp_avg"], WHOLE.view(-1)[6:])
-    assert open_part(folder, "ema") is None
+    assert open_part(directory, "ema") is None
 
 
 def test_damaged_shard_is_refused(tmp_path: Path) -> None:

@@ -58,19 +58,19 @@ def test_run_on_one_process_gives_the_weights_of_plain_pytorch(tmp_path: Path) -
         f"--seed {SEED} --train.steps {STEPS} --schedule.warmup_steps {WARMUP} --optim.lr {PEAK}"
         f" --optim.clip_norm {CLIP} --model.layers 2"
     )
-    folder = train(tmp_path, "run", flags.split())
+    directory = train(tmp_path, "run", flags.split())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         model, losses, norms = _by_hand()
     finally:
         torch.set_num_threads(threads)
-    saved = read(folder / f"checkpoints/step_{STEPS:08}").parts["model"]
+    saved = read(directory / f"checkpoints/step_{STEPS:08}").parts["model"]
     parameters = dict(model.named_parameters())
     assert saved.keys() == parameters.keys()
     for name, parameter in parameters.items():
         assert torch.equal(saved[name], parameter.detach()), name
-    lines = metrics(folder)
+    lines = metrics(directory)
     torch.testing.assert_close([line["loss"] for line in lines], losses, rtol=1e-6, atol=0)
     assert [line["grad_norm"] for line in lines] == norms
     assert sum(norm > CLIP for norm in norms) > STEPS // 2

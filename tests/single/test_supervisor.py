@@ -189,10 +189,10 @@ def test_second_supervisor_of_a_run_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def _launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _launch(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hvdtrain.cli", "launch", *arguments],
-        cwd=folder,
+        cwd=directory,
         env=environment(),
         capture_output=True,
         text=True,

@@ -31,7 +31,7 @@ from tests.support.runs import CORPUS
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """20 files a00.txt ... of 100 bytes each, two folders deep; one is empty."""
+    """20 files a00.txt ... of 100 bytes each, two directories deep; one is empty."""
     for i in range(20):
         path = tmp_path / f"corpus/{i % 2}/a{i:02}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,8 +109,8 @@ def test_too_short_validation_split_is_named(tmp_path: Path) -> None:
 def test_split_is_complete_disjoint_and_never_empty(
     tmp_path_factory: pytest.TempPathFactory, count: int, fraction: float
 ) -> None:
-    folder = tmp_path_factory.mktemp("split")
-    paths = [folder / f"{i}.txt" for i in range(count)]
+    directory = tmp_path_factory.mktemp("split")
+    paths = [directory / f"{i}.txt" for i in range(count)]
     for i, path in enumerate(paths):
         path.write_text("x" * (i + 1))
     train, validation = split_files(paths, fraction)
@@ -366,8 +366,8 @@ from pathlib import Path
 import numpy as np
 from hvdtrain.data import packed
 
-def write(folder, tokens):
-    np.save(folder / "train.npy", tokens[0])
+def write(directory, tokens):
+    np.save(directory / "train.npy", tokens[0])
     os.kill(os.getpid(), signal.SIGKILL)
 
 packed._write = write

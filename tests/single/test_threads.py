@@ -59,8 +59,8 @@ def _write(root: Path, **files: str) -> Path:
 def test_cores_are_counted_once_and_only_within_the_affinity(tmp_path: Path) -> None:
     assert cores(tmp_path) == len(PROCESSORS)
     for processor in PROCESSORS:
-        folder = tmp_path / f"sys/devices/system/cpu/cpu{processor}/topology"
-        _write(folder, thread_siblings_list="0-999\n")
+        directory = tmp_path / f"sys/devices/system/cpu/cpu{processor}/topology"
+        _write(directory, thread_siblings_list="0-999\n")
     assert cores(tmp_path) == 1
 
 

@@ -28,13 +28,13 @@ TOKENIZE = ["-m", "hvdtrain.cli", "data", "tokenize"]
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
+    directory = tmp_path / "text"
     for i in range(9):
-        path = folder / f"{i % 3}" / f"{i}.txt"
+        path = directory / f"{i % 3}" / f"{i}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"Zeile {i}: größer als vorher\n" * (1 + 40 * i))
-    (folder / "empty.txt").touch()
-    return folder
+    (directory / "empty.txt").touch()
+    return directory
 
 
 def _run(
@@ -51,8 +51,8 @@ def _run(
     )
 
 
-def _content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+def _content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def _rows(output: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Path]]:
-    """A job that trains on 2 ranks, and its folder."""
+    """A job that trains on 2 ranks, and its directory."""
     root = tmp_path_factory.mktemp("runs")
     flags = ["--task", "tests.support.tasks:Paced", "--train.steps", "100000"]
     flags += ["--batch.global_size", "4", "--batch.micro_size", "2", "--eval.every", "0"]
@@ -200,9 +200,9 @@ def test_sigterm_restores_the_terminal(job: tuple[Job, Path], screens: list[Scre
     assert screen.end() == 128 + signal.SIGTERM
 
 
-def _serve(folder: Path, **config: Any) -> Exporter:
+def _serve(directory: Path, **config: Any) -> Exporter:
     """An exporter with figures, and the file that says where it is."""
-    folder.mkdir(exist_ok=True)
+    directory.mkdir(exist_ok=True)
     exporter = Exporter(TelemetryConfig(host=HOST, port=1, **config), 0)
     began = time.monotonic()
     exporter.watch_totals(
@@ -210,7 +210,9 @@ def _serve(folder: Path, **config: Any) -> Exporter:
     )
     exporter.step(RECORD, 8, False)
     tls = "tls_cert_file" in config
-    write_targets(folder / "targets.json", "mine", [ExporterAddress(HOST, 0, exporter.port)], tls)
+    write_targets(
+        directory / "targets.json", "mine", [ExporterAddress(HOST, 0, exporter.port)], tls
+    )
     return exporter
 
 

@@ -37,9 +37,9 @@ def _environment() -> Mapping[str, str]:
     return environment({"PATH": path, **root, **slots})
 
 
-def _run(script: str, folder: Path) -> Finished:
-    argv = ["bash", "-e", "-o", "pipefail", "-c", f"cd {folder}\n{script}"]
-    job = Job([], argv, _environment(), folder / "job")
+def _run(script: str, directory: Path) -> Finished:
+    argv = ["bash", "-e", "-o", "pipefail", "-c", f"cd {directory}\n{script}"]
+    job = Job([], argv, _environment(), directory / "job")
     try:
         if SERVE in script:
             job.wait_for("until Ctrl-C", 60)
@@ -69,7 +69,7 @@ def test_tutorial_commands_run_and_print_the_output_it_shows(tmp_path: Path) -> 
     _check(tmp_path / "runs", tmp_path)
 
 
-def _check(runs: Path, folder: Path) -> None:
+def _check(runs: Path, directory: Path) -> None:
     """What the page promises."""
     first, two, three = (losses(runs / name)[:60] for name in ("first", "two", "three"))
     assert two == pytest.approx(first, rel=1e-4) and three == pytest.approx(first, rel=1e-4)
@@ -81,4 +81,4 @@ def _check(runs: Path, folder: Path) -> None:
     assert "failure" in [start["cause"] for start in starts]
     for made in ("first/report.html", "two/compare.html", "../model/model.safetensors"):
         assert (runs / made).stat().st_size > 1000, made
-    assert "#SBATCH" in (folder / "train.sbatch").read_text()
+    assert "#SBATCH" in (directory / "train.sbatch").read_text()

@@ -34,10 +34,10 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become an
 
 
 def _run(root: Path, name: str = "one") -> RunDirectory:
-    folder = RunDirectory(root / name)
-    folder.path.mkdir(parents=True)
-    folder.targets.write_text("[]")
-    return folder
+    directory = RunDirectory(root / name)
+    directory.path.mkdir(parents=True)
+    directory.targets.write_text("[]")
+    return directory
 
 
 def _links(where: Path, name: str, victim: Path) -> None:
@@ -82,10 +82,10 @@ def test_targets_are_listed_only_in_a_trusted_directory(
     for parent in (tmp_path, *tmp_path.parents):
         if parent.name.startswith(("test_", "popen-", "pytest-")):
             parent.chmod(0o755)
-    folder = _run(tmp_path / "runs")
-    shared = folder.listed_targets.parent
+    directory = _run(tmp_path / "runs")
+    shared = directory.listed_targets.parent
     shared.mkdir()
-    for path, user in ((folder.path.parent, 0), (folder.path, OTHER), (shared, owner)):
+    for path, user in ((directory.path.parent, 0), (directory.path, OTHER), (shared, owner)):
         os.chown(path, user, user)
     shared.chmod(mode)
     code = f"""
@@ -95,12 +95,12 @@ from hvdtrain.log import logger, to_screen
 from hvdtrain.run_files.run_directory import RunDirectory
 os.setgroups([]); os.setgid({OTHER}); os.setuid({OTHER})
 to_screen(None)
-RunDirectory(Path({str(folder.path)!r})).list_targets()
+RunDirectory(Path({str(directory.path)!r})).list_targets()
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert folder.listed_targets.exists() == written, done.stderr
+    assert directory.listed_targets.exists() == written, done.stderr
     assert ("belongs to another user (uid 4243)" in done.stderr) == (not written)
     assert [path.name for path in shared.iterdir()] == (["one.json"] if written else [])
 
@@ -108,12 +108,12 @@ RunDirectory(Path({str(folder.path)!r})).list_targets()
 def test_targets_are_not_listed_or_removed_through_a_link(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, elsewhere = _run(tmp_path / "runs"), tmp_path / "elsewhere"
+    directory, elsewhere = _run(tmp_path / "runs"), tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "one.json").write_text("precious")
-    folder.listed_targets.parent.symlink_to(elsewhere)
-    folder.list_targets()
-    folder.remove_targets()
+    directory.listed_targets.parent.symlink_to(elsewhere)
+    directory.list_targets()
+    directory.remove_targets()
     assert (elsewhere / "one.json").read_text() == "precious"
     assert "is not written (the directory is a link" in caplog.text
 
@@ -164,12 +164,12 @@ def test_huge_sparse_file_is_not_read_into_memory(tmp_path: Path) -> None:
     assert "more than" in row["state"]
 
 
-def _history(folder: Path, code: int = 0) -> History:
-    history = History(folder)
+def _history(directory: Path, code: int = 0) -> History:
+    history = History(directory)
     history.launch(2)
     history.steps(TOTAL)
     history.end(code)
-    (folder / "config.yaml").write_text("train: {log_every: 1}\n")
+    (directory / "config.yaml").write_text("train: {log_every: 1}\n")
     return history
 
 
@@ -177,7 +177,7 @@ def test_control_characters_in_names_are_escaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "runs"
-    run = _history(root / f"run{ESCAPE}", code=1).folder
+    run = _history(root / f"run{ESCAPE}", code=1).directory
     text = (run / "events.jsonl").read_text()
     (run / "events.jsonl").write_text(text.replace("node1", json.dumps(ESCAPE)[1:-1]))
     (run / "checkpoints" / f"step_00000007{ESCAPE}").mkdir()
@@ -212,7 +212,7 @@ def test_commands_tolerate_malformed_metrics(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     for number, value in enumerate(WRONG):
-        run = _history(tmp_path / "runs" / f"run{number}").folder
+        run = _history(tmp_path / "runs" / f"run{number}").directory
         line = {"step": 61, "samples": 610, "world_size": 2, "step_seconds": 1.0, "time": 1e9}
         with open(run / "metrics.jsonl", "a") as file:
             file.write(json.dumps({**line, name: value}) + "\n")
@@ -229,22 +229,22 @@ def test_commands_tolerate_malformed_metrics(
     assert len(Runs(tmp_path / "runs").rows()) == len(WRONG)
 
 
-def _sealed(folder: Path, files: dict[str, bytes]) -> Path:
+def _sealed(directory: Path, files: dict[str, bytes]) -> Path:
     """A checkpoint with valid checksums."""
-    folder.mkdir(parents=True)
+    directory.mkdir(parents=True)
     sums = {}
     for name, content in files.items():
-        (folder / name).write_bytes(content)
+        (directory / name).write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
         sums[name] = {"bytes": len(content), "sha256": digest}
-    return _marked(folder, json.dumps(sums).encode())
+    return _marked(directory, json.dumps(sums).encode())
 
 
-def _marked(folder: Path, sums: bytes) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / SUMS).write_bytes(sums)
-    (folder / MARKER).write_text(hashlib.sha256(sums).hexdigest())
-    return folder
+def _marked(directory: Path, sums: bytes) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / SUMS).write_bytes(sums)
+    (directory / MARKER).write_text(hashlib.sha256(sums).hexdigest())
+    return directory
 
 
 def _file(header: Any, data: bytes = bytes(8)) -> bytes:
@@ -294,15 +294,15 @@ def test_hostile_checkpoint_is_a_one_line_error(
     else:
         for name, content in LISTS.items():
             found.append(_marked(tmp_path / name / "checkpoints/step_00000001", content))
-    for folder in found:
-        if kind != "tensors" or folder.parent.parent.name != "metadata":
-            with pytest.raises(DamagedError, match=str(folder)):
-                read(folder)
+    for directory in found:
+        if kind != "tensors" or directory.parent.parent.name != "metadata":
+            with pytest.raises(DamagedError, match=str(directory)):
+                read(directory)
         if kind == "sums":
-            with pytest.raises(DamagedError, match=str(folder)):
-                verify(folder)
-        best([folder])
-        run = folder.parent.parent
+            with pytest.raises(DamagedError, match=str(directory)):
+                verify(directory)
+        best([directory])
+        run = directory.parent.parent
         (run / "config.yaml").write_text("task: language_model\nmodel: {vocab_size: null}\n")
         assert cli.main(["ckpt", "list", str(run)]) == 0
         assert cli.main(["ckpt", "export", str(run), "--out", str(run / "out")]) == 2
@@ -329,7 +329,7 @@ YAML = {
 def test_hostile_configuration_is_a_user_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    run = _history(tmp_path / "run").folder
+    run = _history(tmp_path / "run").directory
     (run / "config.yaml").write_bytes(YAML[name].encode("utf-8", "surrogateescape"))
     began = time.monotonic()
     with pytest.raises(UserError, match=r"config\.yaml"):

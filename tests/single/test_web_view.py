@@ -177,7 +177,7 @@ def test_restart_is_shown_and_replaces_the_lost_steps(tmp_path: Path) -> None:
     history = History(tmp_path / "run", eval_every=6)
     history.launch(2)
     history.steps(13)
-    live = LiveRun(history.folder)
+    live = LiveRun(history.directory)
     assert live.refresh()["series"]["loss"]["x"][-1] == 13
     history.crash(torn=True)
     history.launch(3)
@@ -319,9 +319,9 @@ def test_server_survives_the_removal_of_a_run(root: Path, served: Served) -> Non
     history = History(root / "gone")
     history.launch(1)
     assert served.get("/api/run?name=gone")[0] == 200
-    for path in sorted(history.folder.rglob("*"), reverse=True):
+    for path in sorted(history.directory.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
-    history.folder.rmdir()
+    history.directory.rmdir()
     status, answer, _ = served.get("/api/run?name=gone")
     assert status == 404 and "was removed" in json.loads(answer)["problem"]
     poll(lambda: '"gone"' not in served.get("/api/runs")[1], 10, "the list without it")

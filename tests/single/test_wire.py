@@ -34,9 +34,9 @@ def test_16_bit_wire_halves_bytes_keeps_the_curve_and_resumes_exactly(
     assert weights(resumed, STEPS, files) == weights(halved, STEPS, files)
 
 
-def _bytes(folder: Path) -> int:
+def _bytes(directory: Path) -> int:
     """Of the gradients that rank 0 has exchanged in all steps."""
-    lines = [json.loads(line) for line in (folder / "ranks.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (directory / "ranks.jsonl").read_text().splitlines()]
     return sum(line["bytes"][0] for line in lines)
 
 

@@ -36,18 +36,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _assert_agree(folder: Path, other: Path, first: int = 1) -> None:
+def _assert_agree(directory: Path, other: Path, first: int = 1) -> None:
     """Losses within 1e-4 of each other at each step from `first` on."""
     expected = losses(other)[first - 1 :]
-    assert [line["step"] for line in metrics(folder)] == list(range(first, STEPS + 1))
-    assert losses(folder) == pytest.approx(expected, rel=1e-4, abs=0)
+    assert [line["step"] for line in metrics(directory)] == list(range(first, STEPS + 1))
+    assert losses(directory) == pytest.approx(expected, rel=1e-4, abs=0)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS[1:])
 def test_curve_does_not_depend_on_the_launcher_or_the_world_size(root: Path, launcher: str) -> None:
-    folder = root / _name(launcher)
-    _assert_agree(folder, root / "alone")
-    assert {line["world_size"] for line in metrics(folder)} == {int(launcher[-1])}
+    directory = root / _name(launcher)
+    _assert_agree(directory, root / "alone")
+    assert {line["world_size"] for line in metrics(directory)} == {int(launcher[-1])}
 
 
 def test_model_learns_and_dropout_changes_the_losses(root: Path) -> None:
@@ -67,11 +67,11 @@ def test_run_resumed_on_as_many_or_more_ranks_keeps_its_curve(root: Path, launch
     checkpoint = root / f"mpirun-2/checkpoints/step_{HALF:08}"
     name = f"resumed-{_name(launcher)}"
     flags = [*CURVE, *DROPOUT, "--run.resume", str(checkpoint)]
-    folder = train(root, name, flags, launcher)
-    _assert_agree(folder, root / "mpirun-2", first=HALF + 1)
+    directory = train(root, name, flags, launcher)
+    _assert_agree(directory, root / "mpirun-2", first=HALF + 1)
     if launcher == "mpirun:2":
-        assert losses(folder) == losses(root / "mpirun-2")[HALF:]
-        assert weights(folder, STEPS) == weights(root / "mpirun-2", STEPS)
+        assert losses(directory) == losses(root / "mpirun-2")[HALF:]
+        assert weights(directory, STEPS) == weights(root / "mpirun-2", STEPS)
 
 
 @pytest.mark.parametrize("launcher", PAIRS)
@@ -82,12 +82,12 @@ def test_signal_to_one_rank_stops_all_with_75_and_loses_no_step(root: Path, laun
     env = {"HVDTRAIN_TEST_SIGNAL": "SIGUSR1:60:1"}
     done = run(root / "output", flags, launcher, env)
     assert done.returncode == 75, done
-    folder = root / where[-1]
-    assert len(metrics(folder)) == 31, done
+    directory = root / where[-1]
+    assert len(metrics(directory)) == 31, done
     done = run(root / "output", flags, launcher)
     assert done.returncode == 0, done
-    assert losses(folder) == losses(root / _name(launcher))
-    assert weights(folder, STEPS) == weights(root / _name(launcher), STEPS)
+    assert losses(directory) == losses(root / _name(launcher))
+    assert weights(directory, STEPS) == weights(root / _name(launcher), STEPS)
 
 
 # Each mistake under one of the launchers: what ranks tell each other does not depend on it.
@@ -115,21 +115,23 @@ def test_glob_without_files_is_reported_once(tmp_path: Path) -> None:
 
 
 def test_unwritable_run_directory_is_reported_once(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("a file: nobody can make a folder below it")
+    (tmp_path / "runs").write_text("a file: nobody can make a directory below it")
     _assert_said_once(_fails(tmp_path, "mpirun:2"), f"{tmp_path}/runs/case cannot be written")
 
 
 def test_damaged_checkpoints_are_reported_once(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "alone", tmp_path / "runs/case")
     checkpoints = sorted((tmp_path / "runs/case/checkpoints").iterdir())
-    for folder in checkpoints:
-        content = bytearray((folder / "model.safetensors").read_bytes())
+    for directory in checkpoints:
+        content = bytearray((directory / "model.safetensors").read_bytes())
         content[-1] ^= 1
-        (folder / "model.safetensors").write_bytes(content)
+        (directory / "model.safetensors").write_bytes(content)
     done = _fails(tmp_path, "gloo:2")
     _assert_said_once(done, "is whole")
-    for folder in checkpoints:  # nothing is lost
-        assert (folder / "complete").exists() and f"{folder}: model.safetensors" in done.stderr
+    for directory in checkpoints:  # nothing is lost
+        assert (
+            directory / "complete"
+        ).exists() and f"{directory}: model.safetensors" in done.stderr
 
 
 @pytest.mark.parametrize("launcher", PAIRS)

@@ -28,11 +28,11 @@ def _zero(copies: int) -> list[str]:
 
 def _state(run: Path, step: int = STEPS) -> dict[str, Tensor]:
     """All that a checkpoint holds, put together."""
-    folder = run / f"checkpoints/step_{step:08}"
-    optimizer = open_part(folder, "optimizer")
+    directory = run / f"checkpoints/step_{step:08}"
+    optimizer = open_part(directory, "optimizer")
     assert optimizer is not None
     state = {name: optimizer.whole(name) for name in optimizer.names()}
-    return state | read(folder).parts["model"]
+    return state | read(directory).parts["model"]
 
 
 def _assert_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -119,8 +119,8 @@ def _altered_file(path: Path, data: DataObject) -> None:
     path.write_bytes(torn(content, data))
 
 
-def _history(folder: Path, data: DataObject) -> Path:
-    history = History(folder, eval_every=data.draw(st.sampled_from([0, 3])))
+def _history(directory: Path, data: DataObject) -> Path:
+    history = History(directory, eval_every=data.draw(st.sampled_from([0, 3])))
     history.launch(2)
     history.steps(data.draw(st.integers(1, 12)))
     if data.draw(st.booleans()):
@@ -130,7 +130,7 @@ def _history(folder: Path, data: DataObject) -> Path:
         history.launch(3)
         history.steps(2)
     history.end(data.draw(st.sampled_from([0, 1, 3, 75])))
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = json.loads((directory / "manifest.json").read_text())
     more = {
         "task": "language_model",
         "world_size": 2,
@@ -140,8 +140,8 @@ def _history(folder: Path, data: DataObject) -> Path:
         "versions": {"torch": "2.13"},
         "horovod": {"controller": "gloo", "built": {}},
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest | more))
-    (folder / "config.yaml").write_text("task: language_model\ntrain: {log_every: 1}\n")
+    (directory / "manifest.json").write_text(json.dumps(manifest | more))
+    (directory / "config.yaml").write_text("task: language_model\ntrain: {log_every: 1}\n")
     events = [
         {"event": "straggler", "time": 1.7e9, "step": 3, "rank": 1, "host": "n", "phase": "data"}
         | {"score": 0.5, "stage": 0, "ranks": [1]},
@@ -151,7 +151,7 @@ def _history(folder: Path, data: DataObject) -> Path:
         {"event": "checkpoint_failed", "time": 1.7e9, "step": 4},
         {"event": "early_stop", "time": 1.7e9, "step": 4},
     ]
-    with open(folder / "events.jsonl", "ab") as file:
+    with open(directory / "events.jsonl", "ab") as file:
         file.writelines(_json(event) + _LINE for event in events)
     names = ("data", "forward", "backward", "comm_exposed", "optimizer", "eval", "checkpoint")
     ranks = {
@@ -171,16 +171,16 @@ def _history(folder: Path, data: DataObject) -> Path:
         "schedule_seconds": [0.1, 0.1],
         "score": [1.0, 0.5],
     }
-    (folder / "ranks.jsonl").write_bytes((_json(ranks) + _LINE) * 3)
+    (directory / "ranks.jsonl").write_bytes((_json(ranks) + _LINE) * 3)
     line = {"time": 1.0, "level": "error", "rank": 0, "host": "node1", "message": "lost"}
-    (folder / "logs").mkdir()
-    (folder / "logs/rank_00000.jsonl").write_bytes(_json(line) + _LINE)
+    (directory / "logs").mkdir()
+    (directory / "logs/rank_00000.jsonl").write_bytes(_json(line) + _LINE)
     token = owner_token.Token("me", 1, 0, "node1", 1, "boot", False)
-    owner_token.write(folder / ".owner", token)
+    owner_token.write(directory / ".owner", token)
     entry = {"targets": ["node1:1"], "labels": {"run": "one", "rank": "0", "host": "node1"}}
     entries = [entry | {"labels": entry["labels"] | {"tp": str(n)}} for n in range(2)]  # type: ignore[operator]
-    (folder / "targets.json").write_bytes(_json(entries))
-    return folder
+    (directory / "targets.json").write_bytes(_json(entries))
+    return directory
 
 
 _FILES = ("metrics.jsonl", "events.jsonl", "ranks.jsonl", "manifest.json", ".owner", "targets.json")
@@ -289,8 +289,8 @@ class _Model(nn.Module):
 
 def checkpoint(root: Path, data: DataObject) -> None:
     """A checkpoint whose checksums are valid, or were altered themselves."""
-    folder = root / "run/checkpoints/step_00000003"
-    folder.mkdir(parents=True)
+    directory = root / "run/checkpoints/step_00000003"
+    directory.mkdir(parents=True)
     state: Any = {
         "format": FORMAT,
         **Progress(step=3, samples=30, evaluations=[[3, 0.5]]).state_dict(),
@@ -306,33 +306,33 @@ def checkpoint(root: Path, data: DataObject) -> None:
     }
     sums: Any = {}
     for name, content in files.items():
-        (folder / name).write_bytes(content)
+        (directory / name).write_bytes(content)
         sums[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     if data.draw(st.integers(0, 3)) == 0:
         sums = altered(sums, data)
     listed = torn(_json(sums), data)
-    (folder / SUMS).write_bytes(listed)
-    (folder / MARKER).write_text(hashlib.sha256(listed).hexdigest())
+    (directory / SUMS).write_bytes(listed)
+    (directory / MARKER).write_text(hashlib.sha256(listed).hexdigest())
     (root / "run/config.yaml").write_text("task: language_model\nmodel: {vocab_size: null}\n")
 
     def load() -> None:
         model = _Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        RunState(model, optimizer, Progress(), {"seed": 1}).load(read(folder))
+        RunState(model, optimizer, Progress(), {"seed": 1}).load(read(directory))
 
     def read_all() -> None:
-        found = open_part(folder, "optimizer")
+        found = open_part(directory, "optimizer")
         for name in found.names() if found else ():
             found.whole(name), found.range(name, 0, 4)  # type: ignore[union-attr]
 
     for look in (
         load,
         read_all,
-        lambda: verify(folder),
-        lambda: read_files_of_ranks(folder, lambda rank: True),
-        lambda: read_part(folder, "model"),
+        lambda: verify(directory),
+        lambda: read_files_of_ranks(directory, lambda rank: True),
+        lambda: read_part(directory, "model"),
         lambda: read_weights(root / "run"),
-        lambda: best([folder]),
+        lambda: best([directory]),
     ):
         with contextlib.suppress(UserError):
             look()
@@ -343,25 +343,25 @@ def checkpoint(root: Path, data: DataObject) -> None:
 
 def profile(root: Path, data: DataObject) -> None:
     """`profile summary`: figures of ranks, their traces, and Horovod's timeline."""
-    folder = root / "run/profile"
-    folder.mkdir(parents=True)
+    directory = root / "run/profile"
+    directory.mkdir(parents=True)
     phases = dict.fromkeys(("data", "forward", "backward", "comm_exposed", "optimizer"), 0.1)
     peaks = {"host_peak_bytes": dict.fromkeys(phases, 100), "device_peak_bytes": None}
     call = {"cat": "cpu_op", "name": "mm", "ph": "X", "pid": 1, "tid": 1, "ts": 5.0, "dur": 9.0}
     for rank in range(2):
         figures = {"rank": rank, "host": "node1", "world_size": 2, "steps": [4, 6]}
         figures |= {"phases": phases, "wall_seconds": 1.0, "inflight_seconds": 0.2}
-        path = rank_path(folder, rank, "node1", 4, ".json")
+        path = rank_path(directory, rank, "node1", 4, ".json")
         path.write_bytes(_json(figures | peaks | {"device": "cpu"}))
         events: Any = {"traceEvents": [call, call | {"ts": 6.0, "dur": 1.0}]}
         content = _json(altered(events, data) if data.draw(st.booleans()) else events)
         trace = torn(gzip.compress(torn(content, data)), data)
-        rank_path(folder, rank, "node1", 4, TRACE).write_bytes(trace)
-    _altered_file(folder / "rank_00000_node1.4.json", data)
+        rank_path(directory, rank, "node1", 4, TRACE).write_bytes(trace)
+    _altered_file(directory / "rank_00000_node1.4.json", data)
     named = {"name": "process_name", "ph": "M", "pid": 7, "args": {"name": f"x.{READY}4"}}
     ready = [{"name": str(rank), "ph": "X", "pid": 7, "ts": 10 * rank} for rank in range(2)]
-    timeline_path(folder, 4).write_bytes(_json([named, *ready]))
-    _altered_file(timeline_path(folder, 4), data)
+    timeline_path(directory, 4).write_bytes(_json([named, *ready]))
+    _altered_file(timeline_path(directory, 4), data)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         for form in ("text", "json"):
             cli.main(["profile", "summary", str(root / "run"), "--format", form])

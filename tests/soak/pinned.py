@@ -17,7 +17,7 @@ class PinnedHosts:
     """The hosts NAMES; needs root, and tells most where nothing else is on the machine.
 
     Attributes:
-        shared: a folder of both hosts.
+        shared: a directory of both hosts.
     """
 
     def __init__(self) -> None:

@@ -56,8 +56,8 @@ def _shape(mbit: int) -> None:
 
 
 def _turn(flags: Sequence[str], steps: int, topology: Topology, data: object) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        app = AppLoop(parse(flags), Path(folder), data, topology)  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory() as directory:
+        app = AppLoop(parse(flags), Path(directory), data, topology)  # type: ignore[arg-type]
         try:
             app.run(WARM_UP_STEPS)
             return app.run(steps) / steps

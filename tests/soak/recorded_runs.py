@@ -235,7 +235,7 @@ class CaseError(Exception):
     """A start of a case failed or did not end in time."""
 
 
-def _run(starts: Sequence[Start], data: Path, folder: Path) -> Record:
+def _run(starts: Sequence[Start], data: Path, directory: Path) -> Record:
     """Run a case in an empty directory and return its record.
 
     Raises:
@@ -243,28 +243,28 @@ def _run(starts: Sequence[Start], data: Path, folder: Path) -> Record:
     """
     for start in starts:
         flags = start.flags.format(data=data).split()
-        flags += ["--run.root", str(folder), "--run.id", "run"]
+        flags += ["--run.root", str(directory), "--run.id", "run"]
         try:
-            done = _launch(start, flags, folder / "output")
+            done = _launch(start, flags, directory / "output")
         except AssertionError as error:  # of Job.wait
             raise CaseError(str(error)) from None
         if done.returncode:
             raise CaseError(str(done))
-    return dict(_read(folder / "run"))
+    return dict(_read(directory / "run"))
 
 
-def _launch(start: Start, flags: Sequence[str], folder: Path) -> Finished:
+def _launch(start: Start, flags: Sequence[str], directory: Path) -> Finished:
     launcher, _, ranks = start.launcher.partition(":")
     env = {"HVDTRAIN_TEST_PACE": "0"}
     if launcher != "elastic":
-        return runs.run(folder, flags, start.launcher, env, LIMIT_S)
-    folder.mkdir(parents=True, exist_ok=True)
-    hosts = folder / "hosts"
+        return runs.run(directory, flags, start.launcher, env, LIMIT_S)
+    directory.mkdir(parents=True, exist_ok=True)
+    hosts = directory / "hosts"
     hosts.write_text(f"localhost:{ranks}\n")
     env |= {"HVDTRAIN_TEST_KILL": start.kill, "HVDTRAIN_TEST_HOSTS": str(hosts)}
     rank = ["--network-interfaces", "lo", warm.python(int(ranks)), *runs.TRAIN[1:]]
     command = elastic_horovodrun(int(ranks), 1, int(ranks), ["cat", str(hosts)], rank)
-    return runs.start(folder, flags, env=env, command=command).wait(LIMIT_S)
+    return runs.start(directory, flags, env=env, command=command).wait(LIMIT_S)
 
 
 def _read(run: Path) -> Iterator[tuple[str, dict[str, str]]]:
@@ -329,8 +329,8 @@ def _select(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
 def _run_all(names: Sequence[str]) -> Iterator[tuple[str, Record | str]]:
     """Run these cases; yield (name, record), or (name, message) for a case that failed."""
     cases = _cases()
-    with tempfile.TemporaryDirectory(prefix="recorded-") as folder:
-        root = Path(folder)
+    with tempfile.TemporaryDirectory(prefix="recorded-") as directory:
+        root = Path(directory)
         datasets.write(datasets.sales(), root / "sales.parquet")
         for number, name in enumerate(names):
             began = time.monotonic()

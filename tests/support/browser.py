@@ -56,10 +56,10 @@ class Shown:
         ]
 
 
-def show(page: Path, folder: Path, height: int, dark: bool = False) -> Shown:
+def show(page: Path, directory: Path, height: int, dark: bool = False) -> Shown:
     """Opens a page in a window of WIDTH x `height`; skips without Chromium, but not in CI."""
-    picture = folder / "page.png"
-    command = _command(folder, height, dark)
+    picture = directory / "page.png"
+    command = _command(directory, height, dark)
     ran = [
         subprocess.run(
             [*command, how, page.resolve().as_uri()],
@@ -152,15 +152,15 @@ class Tab:
 
 
 @contextmanager
-def tab(folder: Path, height: int, dark: bool = False) -> Iterator[Tab]:
+def tab(directory: Path, height: int, dark: bool = False) -> Iterator[Tab]:
     """A window of WIDTH x `height` that stays open; skips without Chromium, but not in CI."""
-    command = [*_command(folder, height, dark), "--remote-debugging-pipe"]
+    command = [*_command(directory, height, dark), "--remote-debugging-pipe"]
     reads, to = os.pipe()
     back, writes = os.pipe()
     # Chromium reads from descriptor 3 and writes to 4: the ends it gets must be neither before.
     given = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (reads, writes)]
     script = f"exec {shlex.join(command)} 3<&{given[0]} 4>&{given[1]}"
-    with (folder / "chromium.log").open("wb") as log:
+    with (directory / "chromium.log").open("wb") as log:
         process = subprocess.Popen(["bash", "-c", script], pass_fds=given, stdout=log, stderr=log)
     for end in (reads, writes, *given):
         os.close(end)
@@ -177,7 +177,7 @@ def tab(folder: Path, height: int, dark: bool = False) -> Iterator[Tab]:
         os.close(back)
 
 
-def _command(folder: Path, height: int, dark: bool) -> list[str]:
+def _command(directory: Path, height: int, dark: bool) -> list[str]:
     """Chromium's; the test is skipped without it, but fails in CI."""
     chromium = shutil.which("chromium")
     if chromium is None:
@@ -187,7 +187,7 @@ def _command(folder: Path, height: int, dark: bool) -> list[str]:
     return [
         *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
         *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
-        f"--user-data-dir={folder / 'profile'}",
+        f"--user-data-dir={directory / 'profile'}",
         "--enable-logging=stderr",
         f"--window-size={WIDTH},{height}",
         *(["--blink-settings=preferredColorScheme=0"] if dark else []),

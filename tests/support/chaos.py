@@ -76,22 +76,22 @@ class ChaosJob:
     """`hvdtrain launch --controller gloo` with ranks on node1 and node2; node3 comes and goes.
 
     Args:
-        folder: for what the hosts share; the run's directory is on a disk of its own in it.
+        directory: for what the hosts share; the run's directory is on a disk of its own in it.
         steps: more than it can do.
     """
 
-    def __init__(self, cluster: Cluster, folder: Path, layout: Layout, steps: int) -> None:
+    def __init__(self, cluster: Cluster, directory: Path, layout: Layout, steps: int) -> None:
         self.cluster = cluster
-        self.disk = SmallDisk(cluster, list(HOSTS), folder / "disk", _DISK_MIB)
+        self.disk = SmallDisk(cluster, list(HOSTS), directory / "disk", _DISK_MIB)
         self.run = self.disk.here / "case"
-        self.run_on_hosts = folder / "disk/case"
-        self.hostfile = folder / "hostfile"
+        self.run_on_hosts = directory / "disk/case"
+        self.hostfile = directory / "hostfile"
         self.listed: tuple[str, ...] = ()
-        self._folder = folder
+        self._directory = directory
         self.list_hosts(*WORKERS)
         launch = f"launch --controller gloo --hostfile {self.hostfile} --max-np 6"
         launch += f" --min-np {layout.min_np} --"
-        run = f"--run.root {folder / 'disk'} --run.id case --train.steps {steps}"
+        run = f"--run.root {directory / 'disk'} --run.id case --train.steps {steps}"
         run += f" --elastic.hang_seconds {_HANG_SECONDS}"
         train = f"{PACED} {ALWAYS} {layout.arguments} {layout.spread}"
         self._command = f"python -m hvdtrain.cli {launch} {train} {run}".split()
@@ -104,7 +104,7 @@ class ChaosJob:
 
     def start(self) -> None:
         """Also again, with the same command, when the supervisor was killed."""
-        env = {"HVDTRAIN_TEST_CONTROL": str(self._folder), "OMP_NUM_THREADS": "1"}
+        env = {"HVDTRAIN_TEST_CONTROL": str(self._directory), "OMP_NUM_THREADS": "1"}
         self._jobs.append(self.cluster.start(HOME, self._command, env))
 
     def list_hosts(self, *hosts: str) -> None:
@@ -126,7 +126,7 @@ class ChaosJob:
         """The ranks that hold each shard of the model, for all shards that have several."""
         by_shard: dict[str, list[Process]] = {}
         for process in self.ranks():
-            file = self._folder / f"shard-{_number(process)}"
+            file = self._directory / f"shard-{_number(process)}"
             if file.exists():
                 by_shard.setdefault(file.read_text(), []).append(process)
         return [by_shard[shard] for shard in sorted(by_shard) if len(by_shard[shard]) > 1]
@@ -137,7 +137,7 @@ class ChaosJob:
 
     def ask_for_helper(self, rank: Process) -> None:
         """Returns when the rank has forked a process."""
-        wish = self._folder / f"fork-{_number(rank)}"
+        wish = self._directory / f"fork-{_number(rank)}"
         wish.touch()
         # It may be one that is only starting, which takes its time on a busy machine.
         poll(lambda: not wish.exists(), 90, "the helper process")

@@ -5,7 +5,7 @@ name, address, sshd, /tmp, /run and /dev/shm; a "switch" is one more network nam
 with the bridge that joins them. Nothing is written to the machine's /etc, ~/.ssh or
 network: files are covered by mounts that only the host sees. All of it is held up by
 processes alone, so the kernel removes it when they end, and they end with this process,
-however that ends. Only a folder in /var/tmp can stay behind; the next start removes it.
+however that ends. Only a directory in /var/tmp can stay behind; the next start removes it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tests.support import warm
 from tests.support.job import Finished, Job, poll
 from tests.support.namespaces import ENVIRONMENT, NAMESPACES, check, pid_namespace
 
-# Not /tmp: every host has one of its own, and this folder is seen by all of them.
+# Not /tmp: every host has one of its own, and this directory is seen by all of them.
 PARENT = Path("/var/tmp")
 PREFIX = "hvdtrain-cluster-"
 
 SSHD_CONFIG = """\
-HostKey {folder}/{name}/host_key
-AuthorizedKeysFile {folder}/key.pub
+HostKey {directory}/{name}/host_key
+AuthorizedKeysFile {directory}/key.pub
 PidFile none
 StrictModes no
 UsePAM no
@@ -51,7 +51,7 @@ SetEnv PATH={path}
 SSH_CONFIG = """\
 Host {names}
     User root
-    IdentityFile {folder}/key
+    IdentityFile {directory}/key
     IdentitiesOnly yes
     BatchMode yes
     ConnectTimeout 10
@@ -61,27 +61,27 @@ Host {names}
 """
 
 
-class ClusterFolder:
-    """A new folder with everything that `host.sh` needs.
+class ClusterDirectory:
+    """A new directory with everything that `host.sh` needs.
 
-    A lock that the kernel drops with its owner tells a living cluster's folder from
-    one left behind; making a folder first removes the latter.
+    A lock that the kernel drops with its owner tells a living cluster's directory from
+    one left behind; making a directory first removes the latter.
 
     Attributes:
-        path: the folder; each host has a folder in it under its name.
-        shared: a folder in it for the files of tests.
+        path: the directory; each host has a directory in it under its name.
+        shared: a directory in it for the files of tests.
     """
 
     def __init__(self, hosts: Mapping[str, str], environment: Mapping[str, str]) -> None:
         """`hosts`: name -> IPv4 address. `environment`: its PATH is that of ssh sessions."""
-        with _folders_lock():
+        with _directories_lock():
             remove_leftovers()
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PARENT))
             self._lock = _try_lock(self.path)
         self.shared = self.path / "shared"
         self.shared.mkdir()
         self.write_names(hosts)
-        ssh_config = SSH_CONFIG.format(names=" ".join(hosts), folder=self.path)
+        ssh_config = SSH_CONFIG.format(names=" ".join(hosts), directory=self.path)
         (self.path / "ssh_config").write_text(ssh_config)
         # Without PAM sshd refuses an account whose password is locked, as root's often is.
         (self.path / "shadow").write_text("root:*:19000:0:99999:7:::\n")
@@ -91,7 +91,7 @@ class ClusterFolder:
             own = self.path / name
             own.mkdir()
             _make_key(own / "host_key", environment)
-            config = SSHD_CONFIG.format(folder=self.path, name=name, path=environment["PATH"])
+            config = SSHD_CONFIG.format(directory=self.path, name=name, path=environment["PATH"])
             (own / "sshd_config").write_text(config)
 
     def write_names(self, hosts: Mapping[str, str]) -> None:
@@ -115,17 +115,17 @@ class ClusterFolder:
 
 
 def remove_leftovers() -> None:
-    """Removes the folders of clusters whose process was killed; its hosts died with it."""
-    for folder in PARENT.glob(f"{PREFIX}*"):
-        lock = _try_lock(folder)
+    """Removes the directories of clusters whose process was killed; its hosts died with it."""
+    for directory in PARENT.glob(f"{PREFIX}*"):
+        lock = _try_lock(directory)
         if lock is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
             os.close(lock)
 
 
 @contextlib.contextmanager
-def _folders_lock() -> Iterator[None]:
-    """Keeps another cluster's start from taking a folder made here for a leftover."""
+def _directories_lock() -> Iterator[None]:
+    """Keeps another cluster's start from taking a directory made here for a leftover."""
     descriptor = os.open(PARENT, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -134,9 +134,9 @@ def _folders_lock() -> Iterator[None]:
         os.close(descriptor)
 
 
-def _try_lock(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock; None where a living process holds it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _try_lock(directory: Path) -> int | None:
+    """A descriptor that holds the directory's lock; None where a living process holds it."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -180,7 +180,7 @@ class Cluster:
     """Hosts with the given names, up inside the `with` block.
 
     Attributes:
-        shared: a folder that all hosts and this process see under the same path. They
+        shared: a directory that all hosts and this process see under the same path. They
             also share the repository and the virtual environment, but not /tmp.
         python: on every host a `python` whose ranks start at once, see warm.py.
 
@@ -197,8 +197,8 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         hosts = {name: self._address(name) for name in self.names}
-        self._folder = ClusterFolder(hosts, ENVIRONMENT)
-        self.shared = self._folder.shared
+        self._directory = ClusterDirectory(hosts, ENVIRONMENT)
+        self.shared = self._directory.shared
         atexit.register(self.close)
         try:
             self._start_switch()
@@ -213,7 +213,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Ends every process of the cluster and removes its folder; may be called twice."""
+        """Ends every process of the cluster and removes its directory; may be called twice."""
         atexit.unregister(self.close)
         for name in list(self._inits):
             self.kill_host(name)
@@ -222,7 +222,7 @@ class Cluster:
         for holder in self._holders:
             holder.kill()
             holder.wait(10)
-        self._folder.remove()
+        self._directory.remove()
 
     def start(
         self,
@@ -234,14 +234,14 @@ class Cluster:
         """Starts a command on a host; `env` is added to ENVIRONMENT."""
         # setsid: seen from inside, the number of a session led from outside would be 0.
         prefix = [*self._enter(host), "setsid", "--wait", "env", f"--chdir={cwd}"]
-        output = self._folder.path / f"job{len(self._jobs)}"
+        output = self._directory.path / f"job{len(self._jobs)}"
         job = Job(prefix, argv, ENVIRONMENT | dict(env or {}), output)
         self._jobs.append(job)
         return job
 
     @property
     def python(self) -> str:
-        path = self._folder.path / "python"
+        path = self._directory.path / "python"
         if not self._warm:
             self._warm = True
             warm.write_command(path, _WARM, 1)
@@ -301,7 +301,7 @@ class Cluster:
 
     def resolve(self, names: Iterable[str]) -> None:
         """The names of hosts that all hosts can look up from now on; at first those of all."""
-        self._folder.write_names({name: self._address(name) for name in names})
+        self._directory.write_names({name: self._address(name) for name in names})
 
     def _address(self, host: str) -> str:
         return f"{SUBNET}.{self.names.index(host) + 1}"
@@ -348,9 +348,9 @@ class Cluster:
 
     def boot(self, host: str) -> None:
         """Starts a host and waits until it answers ssh."""
-        log = self._folder.path / host / "log"
+        log = self._directory.path / host / "log"
         visible = [str(REPOSITORY), sys.prefix, sys.base_prefix]
-        script = [str(Path(__file__).with_name("host.sh")), host, str(self._folder.path)]
+        script = [str(Path(__file__).with_name("host.sh")), host, str(self._directory.path)]
         unshare = ["unshare", *NAMESPACES, "--fork", "--kill-child=KILL", "--mount-proc"]
         holder = self._hold([*unshare, "sh", *script, *visible], log)
         try:

@@ -202,7 +202,7 @@ class _SlowToLoad(Dataset[Any]):
 
 
 class Controlled(Lagging):
-    """Lagging; HVDTRAIN_TEST_CONTROL names a folder. As long as there is a file in it called
+    """Lagging; HVDTRAIN_TEST_CONTROL names a directory. As long as there is a file in it called
 
     nan: the loss of rank 1 is NaN
     quick: a micro-batch takes no time
@@ -210,13 +210,13 @@ class Controlled(Lagging):
 
     def __init__(self) -> None:
         super().__init__()
-        self._folder = Path(os.environ["HVDTRAIN_TEST_CONTROL"])
+        self._directory = Path(os.environ["HVDTRAIN_TEST_CONTROL"])
         self._own_pace = self._pace
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-        self._pace = 0.0 if (self._folder / "quick").exists() else self._own_pace
+        self._pace = 0.0 if (self._directory / "quick").exists() else self._own_pace
         losses = super().loss(model, batch)
-        if hvd.rank() == 1 and (self._folder / "nan").exists():
+        if hvd.rank() == 1 and (self._directory / "nan").exists():
             losses["loss"] = losses["loss"] * float("nan")
         return losses
 
@@ -271,11 +271,11 @@ class BorrowedLocks:
     """Keeps each lock that a LendsLock hands to `address`, until `close`.
 
     Args:
-        folder: that all hosts see, with a short path, as it becomes that of a socket.
+        directory: that all hosts see, with a short path, as it becomes that of a socket.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.address = str(folder / f"locks-{secrets.token_hex(4)}")
+    def __init__(self, directory: Path) -> None:
+        self.address = str(directory / f"locks-{secrets.token_hex(4)}")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.address)
         self._listener.listen()

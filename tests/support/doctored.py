@@ -25,7 +25,7 @@ class Examined:
     """The doctor on node1 of a cluster.
 
     Args:
-        root: run.root, a folder that all hosts see.
+        root: run.root, a directory that all hosts see.
     """
 
     def __init__(self, cluster: Cluster, root: Path) -> None:
@@ -140,7 +140,7 @@ OF_A_HOST = {
         "disk", "mount --bind {root} {root} && mount -o remount,ro,bind {root}",
         "Read-only file system", "umount -l {root}",
     ),
-    "a folder of its own": Fault(
+    "a directory of its own": Fault(
         "shared folder", "mount -t tmpfs -o size=4g tmpfs {root}", "is a different directory there",
         "umount -l {root}", severity="warning",
     ),
@@ -195,12 +195,12 @@ OF_A_HOST = {
     ),
 }  # fmt: skip
 
-# Which of them are made at once: those of one file or folder are in different ones.
+# Which of them are made at once: those of one file or directory are in different ones.
 TOGETHER = (
     ("own name", "small /dev/shm", "few open files", "full disk", "a locale that is not there"),
     ("the name of another", "nearly full disk", "another Python in front on PATH", "no mpirun"),
     ("a GPU with errors", "read-only disk", "another version", "one address on both hosts"),
-    ("a folder of its own", "other source files"),
+    ("a directory of its own", "other source files"),
     ("too many ranks", "more ranks than cores", "locks that others do not see"),
 )
 assert sorted(name for names in TOGETHER for name in names) == sorted(OF_A_HOST)
@@ -220,8 +220,8 @@ OF_A_LOGIN = {
         "its host key differs from the key", "rm -f ~/.ssh/known_hosts", OWN, on="node1",
     ),
     "a key that is not allowed": Fault(
-        "ssh", "mount --bind /dev/null {folder}/key.pub", "asks for a password",
-        "umount -l {folder}/key.pub",
+        "ssh", "mount --bind /dev/null {directory}/key.pub", "asks for a password",
+        "umount -l {directory}/key.pub",
     ),
     "another Python path": Fault(
         "python path", "mount -t tmpfs tmpfs {bin}", "is missing there", "umount -l {bin}",
@@ -230,7 +230,7 @@ OF_A_LOGIN = {
         "ssh", "mount -t tmpfs tmpfs {package}", "hvdtrain is not installed in its Python",
         "umount -l {package}",
     ),
-    "no such folder": Fault(
+    "no such directory": Fault(
         "folder", "mount -t tmpfs tmpfs {shared}", "the working directory", "umount -l {shared}",
     ),
 }  # fmt: skip

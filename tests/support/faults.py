@@ -37,26 +37,28 @@ class TrainingJob:
 
     Args:
         launcher: the argv before that of a rank.
-        folder: where its run lies.
+        directory: where its run lies.
         arguments: beside `PACED`; the later of two values counts.
         python: of a rank; default: `cluster.python`.
 
     Attributes:
-        run: the folder of the run, as this process sees it.
+        run: the directory of the run, as this process sees it.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         launcher: Sequence[str],
-        folder: Path,
+        directory: Path,
         arguments: str,
         env: Mapping[str, str] | None,
         python: str | None = None,
     ) -> None:
         self.cluster = cluster
-        self.run = folder / "case"
-        train = f"-m hvdtrain.train {PACED} --run.root {folder} --run.id case {arguments}".split()
+        self.run = directory / "case"
+        train = (
+            f"-m hvdtrain.train {PACED} --run.root {directory} --run.id case {arguments}".split()
+        )
         self.job: Job = cluster.start("node1", [*launcher, python or cluster.python, *train], env)
 
     def lines(self) -> list[dict[str, Any]]:
@@ -138,7 +140,7 @@ class MpiJob(TrainingJob):
     def __init__(
         self,
         cluster: Cluster,
-        folder: Path,
+        directory: Path,
         arguments: str = "",
         env: Mapping[str, str] | None = None,
         np: int = 4,
@@ -146,14 +148,14 @@ class MpiJob(TrainingJob):
         exported = [word for name in env or {} for word in ("-x", name)]
         hosts = f"node1:{np // 2},node2:{np // 2}"
         launcher = mpirun(np, [], hosts=hosts, options=exported)
-        super().__init__(cluster, launcher, folder, arguments, env)
+        super().__init__(cluster, launcher, directory, arguments, env)
 
 
 class ElasticJob(TrainingJob):
     """An elastic job of horovodrun, and what can be done to it.
 
     Args:
-        folder: where its run and its list of hosts lie.
+        directory: where its run and its list of hosts lie.
         hosts: "node1:2 node2:2"; written to the file that the discovery script prints.
         discovery: the script; default: prints that file.
         options: more of horovodrun.
@@ -162,7 +164,7 @@ class ElasticJob(TrainingJob):
     def __init__(
         self,
         cluster: Cluster,
-        folder: Path,
+        directory: Path,
         hosts: str = "node1:2 node2:2",
         np: int = 4,
         min_np: int = 1,
@@ -172,12 +174,12 @@ class ElasticJob(TrainingJob):
         env: Mapping[str, str] | None = None,
         python: str | None = None,
     ) -> None:
-        self._hosts = folder / "hosts"
+        self._hosts = directory / "hosts"
         self.set_hosts(hosts)
         launcher = f"horovodrun --gloo -np {np} --min-np {min_np} --max-np {max(6, np)}".split()
         launcher += ["--host-discovery-script", discovery or f"cat {self._hosts}"]
         launcher += options.split()
-        super().__init__(cluster, launcher, folder, arguments, env, python)
+        super().__init__(cluster, launcher, directory, arguments, env, python)
 
     def process(self, number: int) -> Process:
         """The living process that was started as this number: rank `number` at first."""

@@ -26,7 +26,7 @@ _WIDTH = 16
 class Helped(Paced):
     """Paced, with a large frozen tensor; a rank forks a helper process when a file asks for it.
 
-    HVDTRAIN_TEST_CONTROL: a folder; process N (as its launcher counts) forks when there is a
+    HVDTRAIN_TEST_CONTROL: a directory; process N (as its launcher counts) forks when there is a
     file fork-N, which it removes. The helper holds all that the rank had open, as a worker of
     multiprocessing does, sleeps, and outlives the rank. The file shard-N has the number of the
     model's shard that the process holds.

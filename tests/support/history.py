@@ -16,10 +16,10 @@ STEP, EVALUATION, SAVING, STARTING, WARMING, RECOVERING = 1.0, 0.5, 0.25, 4.0, 2
 
 
 class History:
-    """Writes a run folder with the classes that write a real one.
+    """Writes a run directory with the classes that write a real one.
 
     Args:
-        folder: RUN.
+        directory: RUN.
         log_every, eval_every, save_every: steps; 0 = never (of the last two).
         sync_every: steps that ranks take on their own; 0 = none.
 
@@ -29,13 +29,13 @@ class History:
 
     def __init__(
         self,
-        folder: Path,
+        directory: Path,
         log_every: int = 1,
         eval_every: int = 0,
         save_every: int = 5,
         sync_every: int = 0,
     ) -> None:
-        self.folder = folder
+        self.directory = directory
         self.log_every, self.eval_every, self.save_every = log_every, eval_every, save_every
         self.sync_every = sync_every
         self.clock = 1_700_000_000.0
@@ -48,9 +48,9 @@ class History:
         self.running = False
         self.spent: Counter[str] = Counter()  # seconds, as the audit has to find them
         self.saved: list[int] = []
-        folder.mkdir(parents=True)
-        (folder / "manifest.json").write_text('{"starts": []}')
-        self.events = EventsFile(folder / "events.jsonl")
+        directory.mkdir(parents=True)
+        (directory / "manifest.json").write_text('{"starts": []}')
+        self.events = EventsFile(directory / "events.jsonl")
         self._lines: dict[int, float] = {}  # step -> seconds, of the lines that count
         self._last = self._sign = self.clock
 
@@ -86,7 +86,7 @@ class History:
         self.running = False
         if torn:
             for name in ("events.jsonl", "metrics.jsonl"):
-                with open(self.folder / name, "a") as file:
+                with open(self.directory / name, "a") as file:
                     file.write('{"step": 3, "event": "start", "ti')
 
     def end(self, code: int) -> None:
@@ -111,7 +111,7 @@ class History:
         for step in [step for step in self.saved if step > self.step]:
             self.saved.remove(step)
             shutil.rmtree(self._checkpoint(step))  # a real run renames it
-        self._metrics = MetricsFile(self.folder / "metrics.jsonl", after=self.step)
+        self._metrics = MetricsFile(self.directory / "metrics.jsonl", after=self.step)
         weakref.finalize(self, self._metrics.close)
         hosts = {"node1": list(range(min(ranks, 2)))}
         if ranks > 2:
@@ -164,14 +164,14 @@ class History:
         if due and self.step not in self.saved:
             self._pass("checkpoint", SAVING)
             self.saved.append(self.step)
-            folder = self._checkpoint(self.step)
-            folder.mkdir(parents=True)
-            (folder / "complete").touch()
+            directory = self._checkpoint(self.step)
+            directory.mkdir(parents=True)
+            (directory / "complete").touch()
             self._write("checkpoint", step=self.step, seconds=SAVING)
             self._sign = self.clock
 
     def _checkpoint(self, step: int) -> Path:
-        return self.folder / f"checkpoints/step_{step:08}"
+        return self.directory / f"checkpoints/step_{step:08}"
 
     def _write(self, event: str, **fields: Any) -> None:
         self.events.write(event, time=self.clock + self.off, **fields)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Turns a process in namespaces of its own into a host, then becomes its sshd.
 # Every mount below is seen by this host alone and vanishes with its last process.
-# Arguments: the host's name, the cluster's folder, then the folders that must stay
+# Arguments: the host's name, the cluster's directory, then the directories that must stay
 # visible although they may lie under /tmp.
 set -eu
 name=$1 common=$2
@@ -12,13 +12,13 @@ ip link set lo up
 mount --rbind /tmp /mnt
 mount -t tmpfs tmpfs /tmp
 chmod 1777 /tmp
-for folder in "$@"; do
-    case $folder in
-        /tmp/*) mkdir -p "$folder"; mount --rbind "/mnt/${folder#/tmp/}" "$folder" ;;
+for directory in "$@"; do
+    case $directory in
+        /tmp/*) mkdir -p "$directory"; mount --rbind "/mnt/${directory#/tmp/}" "$directory" ;;
     esac
 done
 umount -l /mnt
-mount -t tmpfs tmpfs /run       # pid files, and the folder sshd asks for
+mount -t tmpfs tmpfs /run       # pid files, and the directory sshd asks for
 mkdir -m 755 /run/sshd
 mount -t tmpfs tmpfs /dev/shm   # hosts share no memory
 chmod 1777 /dev/shm

@@ -27,24 +27,24 @@ _OWN_SCHEMAS = REPOSITORY / "tests/data/kubernetes"
 _FIRST_WITH_TODAYS_KEYS = (1, 21)
 
 
-def build(folder: Path) -> list[Object]:
+def build(directory: Path) -> list[Object]:
     """The objects of a kustomization, as `kubectl apply -k` sends them."""
-    command = ["kubectl", "kustomize", str(folder)]
+    command = ["kubectl", "kustomize", str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
 
-def readable_by_this_kubectl(folder: Path) -> None:
+def readable_by_this_kubectl(directory: Path) -> None:
     """Debian 12 has kubectl 1.20, whose Kustomize has older names for some keys: renames them."""
     if _kubectl_version() >= _FIRST_WITH_TODAYS_KEYS:
         return
-    for path in folder.rglob("kustomization.yaml"):
+    for path in directory.rglob("kustomization.yaml"):
         content = yaml.safe_load(path.read_text())
-        folders = [name for name in content["resources"] if not name.endswith(".yaml")]
-        content["resources"] = [name for name in content["resources"] if name not in folders]
-        content["bases"] = folders
+        directories = [name for name in content["resources"] if not name.endswith(".yaml")]
+        content["resources"] = [name for name in content["resources"] if name not in directories]
+        content["bases"] = directories
         content["patchesJson6902"] = content.pop("patches", [])
         path.write_text(yaml.safe_dump({key: value for key, value in content.items() if value}))
 
@@ -104,7 +104,7 @@ cp {keys}/id_rsa {keys}/id_rsa.pub /etc/hvdtrain/keys/
 sed -i 's#^root:.*#root:x:0:0::/home/hvdtrain:/bin/bash#' /etc/passwd
 echo 'hvdtrain:x:0:0::/home/hvdtrain:/bin/bash' >> /etc/passwd
 echo 'hvdtrain:*:19000:0:99999:7:::' >> /etc/shadow
-for folder in /home /opt /usr/local/bin; do mount -t tmpfs -o mode=755 tmpfs $folder; done
+for directory in /home /opt /usr/local/bin; do mount -t tmpfs -o mode=755 tmpfs $directory; done
 mkdir -p -m 700 /home/hvdtrain/.ssh
 ln -s {prefix} /opt/hvdtrain
 install {docker}/start /usr/local/bin/training-node

@@ -51,28 +51,31 @@ class Prometheus:
 
     Args:
         host: where it runs.
-        folder: an empty one for its files, which the host sees.
+        directory: an empty one for its files, which the host sees.
         root: run.root of the runs.
 
     Raises:
         AssertionError: it did not come up; the message holds its output.
     """
 
-    def __init__(self, cluster: Cluster, host: str, folder: Path, root: Path) -> None:
+    def __init__(self, cluster: Cluster, host: str, directory: Path, root: Path) -> None:
         self._cluster, self._host = cluster, host
         text = (PROMETHEUS / "prometheus.yml").read_text()
         config = yaml.safe_load(text.replace("/runs/", f"{root}/"))
         config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s"}
         config["global"] |= {"evaluation_interval": "1s"}
-        (folder / "rules").mkdir(parents=True)
+        (directory / "rules").mkdir(parents=True)
         for path in (PROMETHEUS / "rules").glob("*.yml"):
-            (folder / "rules" / path.name).write_text(minutes_to_seconds(path.read_text()))
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+            (directory / "rules" / path.name).write_text(minutes_to_seconds(path.read_text()))
+        (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
         program = shutil.which("prometheus")
         assert program, "prometheus is not installed"
-        options = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+        options = [
+            f"--config.file={directory}/prometheus.yml",
+            f"--storage.tsdb.path={directory}/data",
+        ]
         self.job = cluster.start(
-            host, [program, *options, f"--web.listen-address={ADDRESS}"], cwd=folder
+            host, [program, *options, f"--web.listen-address={ADDRESS}"], cwd=directory
         )
         self.job.wait_for("Server is ready to receive web requests", 30)
 

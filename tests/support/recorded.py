@@ -17,30 +17,30 @@ class LongRun:
     """Writes RUN/: restarts at given steps, one slow rank in the second quarter of the run.
 
     Args:
-        folder: RUN.
+        directory: RUN.
         steps, ranks: how many.
         failures: steps after which a rank failed; each takes back 3 steps and costs 20 s.
     """
 
-    def __init__(self, folder: Path, steps: int, ranks: int, failures: tuple[int, ...]) -> None:
-        self.folder, self.total, self.ranks = folder, steps, ranks
+    def __init__(self, directory: Path, steps: int, ranks: int, failures: tuple[int, ...]) -> None:
+        self.directory, self.total, self.ranks = directory, steps, ranks
         self.slow = steps // 4, steps // 2
         self._random = np.random.default_rng(5)
         self._clock = BEGIN
-        folder.mkdir(parents=True)
+        directory.mkdir(parents=True)
         config = f"task: synthetic\ntrain: {{steps: {steps}, log_every: 1}}\n"
         hosts = {f"node{n}": list(range(8 * n, 8 * n + 8)) for n in range(ranks // 8)}
         self._hosts = hosts
         start = {"time": BEGIN, "config": config}
         manifest = {"task": "synthetic", "hosts": hosts, "world_size": ranks, "starts": [start]}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-        (folder / "config.yaml").write_text(config)
+        (directory / "manifest.json").write_text(json.dumps(manifest))
+        (directory / "config.yaml").write_text(config)
         self._windows = {slow: self._make_windows(slow) for slow in (False, True)}
         with (
-            open(folder / "metrics.jsonl", "w") as self._metrics,
-            open(folder / "left_metrics.jsonl", "w") as self._left,
-            open(folder / "ranks.jsonl", "w") as self._table,
-            open(folder / "events.jsonl", "w") as self._events,
+            open(directory / "metrics.jsonl", "w") as self._metrics,
+            open(directory / "left_metrics.jsonl", "w") as self._left,
+            open(directory / "ranks.jsonl", "w") as self._table,
+            open(directory / "events.jsonl", "w") as self._events,
         ):
             self._write_all(failures)
 

@@ -39,7 +39,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def start(
-    folder: Path,
+    directory: Path,
     arguments: Sequence[str],
     launcher: str = "",
     env: Mapping[str, str] | None = None,
@@ -48,25 +48,25 @@ def start(
     """Starts a run.
 
     Args:
-        folder: for the output, and the working folder of nothing.
+        directory: for the output, and the working directory of nothing.
         arguments: flags of the command.
         launcher: "" (none), or "mpirun:N", "gloo:N" (horovodrun) for N ranks.
         env: beside `environment()`.
         command: what each rank runs.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     argv = [*command, *arguments]
     name, _, ranks = launcher.partition(":")
     if name == "mpirun":
         argv = mpirun(int(ranks), argv)
     elif name:
         argv = horovodrun(int(ranks), argv, controller=name)
-    number = len(list(folder.glob("job-*.stdout")))
-    return Job([], argv, environment(env), folder / f"job-{number}")
+    number = len(list(directory.glob("job-*.stdout")))
+    return Job([], argv, environment(env), directory / f"job-{number}")
 
 
 def run(
-    folder: Path,
+    directory: Path,
     arguments: Sequence[str],
     launcher: str = "",
     env: Mapping[str, str] | None = None,
@@ -77,30 +77,30 @@ def run(
     The ranks are forked: see warm.py. Those of `start` begin as people start them.
     """
     command = [warm.python(int(launcher.partition(":")[2] or 1)), *TRAIN[1:]]
-    return start(folder, arguments, launcher, env, command).wait(timeout)
+    return start(directory, arguments, launcher, env, command).wait(timeout)
 
 
 def train(
     root: Path, run_id: str, arguments: Sequence[str], launcher: str = "", timeout: float = 120
 ) -> Path:
-    """A run with `TINY` that must end with 0; returns its folder."""
+    """A run with `TINY` that must end with 0; returns its directory."""
     where = ["--run.root", str(root), "--run.id", run_id]
     done = run(root / "output", [*TINY, *where, *arguments], launcher, timeout=timeout)
     assert done.returncode == 0, done
     return root / run_id
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
+def metrics(directory: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in metrics(folder)]
+def losses(directory: Path) -> list[float]:
+    return [line["loss"] for line in metrics(directory)]
 
 
-def weights(folder: Path, step: int, files: int = 2) -> dict[str, str]:
+def weights(directory: Path, step: int, files: int = 2) -> dict[str, str]:
     """File -> sha256 of the tensors in the checkpoint of a step, which has so many of them."""
-    paths = sorted((folder / f"checkpoints/step_{step:08}").glob("*.safetensors"))
-    assert len(paths) == files, f"no checkpoint of step {step} in {folder}"
+    paths = sorted((directory / f"checkpoints/step_{step:08}").glob("*.safetensors"))
+    assert len(paths) == files, f"no checkpoint of step {step} in {directory}"
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}

@@ -1,6 +1,6 @@
 """A real Slurm on the hosts of a test cluster: one controller, a daemon on each host.
 
-All of its files are in the cluster's folder and its daemons are processes of the hosts, so
+All of its files are in the cluster's directory and its daemons are processes of the hosts, so
 the cluster's end is also its end. Slurm of this machine, if there is one, is not touched.
 """
 
@@ -41,8 +41,8 @@ KillWait=15
 OverTimeLimit=0
 ReturnToService=2
 SlurmdParameters=config_overrides
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/%n
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/%n
 SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd.pid
 NodeName={nodes} CPUs={cpus} RealMemory=1000
@@ -71,9 +71,9 @@ class Slurm:
     def __init__(self, cluster: Cluster, cpus: int = 2) -> None:
         self.cluster = cluster
         self._controller = cluster.names[0]
-        self._folder = cluster.shared.parent / "slurm"
-        self._folder.mkdir()
-        self._env = {"SLURM_CONF": str(self._folder / "slurm.conf")}
+        self._directory = cluster.shared.parent / "slurm"
+        self._directory.mkdir()
+        self._env = {"SLURM_CONF": str(self._directory / "slurm.conf")}
         self._configure(cpus)
         self._daemons: list[Job] = []
         try:
@@ -83,7 +83,7 @@ class Slurm:
             raise RuntimeError(f"Slurm did not come up: {error}\n{logs}") from error
 
     def run(self, *argv: str, env: Mapping[str, str] | None = None) -> Finished:
-        """Runs one of Slurm's commands, which must succeed, from the repository's folder."""
+        """Runs one of Slurm's commands, which must succeed, from the repository's directory."""
         done = self.cluster.run(self._controller, argv, self._env | dict(env or {}))
         assert done.returncode == 0, done
         return done
@@ -113,17 +113,17 @@ class Slurm:
 
     def _configure(self, cpus: int) -> None:
         for name in self.cluster.names:
-            (self._folder / name).mkdir()
+            (self._directory / name).mkdir()
         text = CONFIGURATION.format(
             controller=self._controller,
             nodes=",".join(self.cluster.names),
             cpus=cpus,
-            folder=self._folder,
+            directory=self._directory,
         )
-        (self._folder / "slurm.conf").write_text(text)
+        (self._directory / "slurm.conf").write_text(text)
         # Not the machine's cgroups: the daemons must not change what they share.
-        (self._folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
-        key = self._folder / "munge.key"
+        (self._directory / "cgroup.conf").write_text("CgroupAutomount=no\n")
+        key = self._directory / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
 
@@ -133,7 +133,7 @@ class Slurm:
             socket = self.cluster.file(name, "/run/munge/munge.socket.2")
             socket.parent.mkdir(mode=0o755)
             files = {"key": "munge.key", "log": f"{name}/munge.log", "seed": f"{name}/munge.seed"}
-            options = [f"--{kind}-file={self._folder / file}" for kind, file in files.items()]
+            options = [f"--{kind}-file={self._directory / file}" for kind, file in files.items()]
             self._start(name, "munged", "--foreground", *options)
             poll(socket.exists, 20, f"munged on {name}")
         self._start(self._controller, "slurmctld", "-D")

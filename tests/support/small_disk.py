@@ -32,7 +32,7 @@ class SmallDisk:
 
     Args:
         hosts: the first must stay up as long as the disk is used.
-        path: where it is mounted; an empty folder that all hosts see.
+        path: where it is mounted; an empty directory that all hosts see.
 
     Attributes:
         here: where this process finds what the hosts find at `path`.

@@ -65,13 +65,13 @@ def _state(degrees: Degrees) -> RunState:
 def _save(state: RunState, root: Path) -> Path:
     rank, hidden = dist.get_rank(), ".step_00000001.here.1.0.tmp"
     captured = state.capture(Group(rank, dist.get_world_size()), hidden)
-    folder = [root / "step_00000001"]
+    directory = [root / "step_00000001"]
     if rank == 0:
-        folder = [write(root, captured)]
+        directory = [write(root, captured)]
     elif captured.parts:
         write_own_files(root, captured)
     dist.barrier()
-    return folder[0]
+    return directory[0]
 
 
 def _wrong(state: RunState, whole: Mapping[str, Tensor]) -> list[str]:
@@ -112,15 +112,15 @@ def read_by_others(root: Path, layouts: Mapping[str, Degrees]) -> dict[str, list
     """(who saved, who read) -> names of tensors that are not what was saved, on this rank."""
     whole = {name: tensor.clone() for name, tensor in _whole(_state({})).items()}
     states = {name: _state(degrees) for name, degrees in layouts.items()}
-    folders = {name: _save(state, root / name) for name, state in states.items()}
+    directories = {name: _save(state, root / name) for name, state in states.items()}
     found = {}
     for reader, state in states.items():
-        for writer, folder in folders.items():
+        for writer, directory in directories.items():
             _scramble(state)
             assert _wrong(state, whole)
             if state.spanned:
-                state.read_shards(folder)
+                state.read_shards(directory)
             else:
-                state.load(read(folder))
+                state.load(read(directory))
             found[f"{writer} -> {reader}"] = _wrong(state, whole)
     return found

@@ -51,7 +51,7 @@ class Supervised:
     """A supervised run on node1 and node2; its first supervisor is on node1.
 
     Attributes:
-        run: its folder.
+        run: its directory.
         job: the supervisor that was started last.
         host: where that is.
     """

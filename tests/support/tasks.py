@@ -324,13 +324,13 @@ class BlockedDisk(Regression):
 class FullDisk(Regression):
     """Fills the disk that holds the run in some steps.
 
-    HVDTRAIN_TEST_FULL=folder:first:last fills it before step `first`, counted from 1, and frees
+    HVDTRAIN_TEST_FULL=directory:first:last fills it before step `first`, counted from 1, and frees
     it after step `last`. With one rank and one micro-batch a step.
     """
 
     def __init__(self) -> None:
-        folder, self._first, self._last = os.environ["HVDTRAIN_TEST_FULL"].split(":")
-        self._ballast = os.path.join(folder, "ballast")
+        directory, self._first, self._last = os.environ["HVDTRAIN_TEST_FULL"].split(":")
+        self._ballast = os.path.join(directory, "ballast")
         self._calls = 0
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:

@@ -35,11 +35,11 @@ def on_torch_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     deadline = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         ranks, ends = [], []
         for rank in range(size):
             here, there = context.Pipe(duplex=False)
-            target = (there, Path(folder) / "store", rank, size, timeout, function, args)
+            target = (there, Path(directory) / "store", rank, size, timeout, function, args)
             process = context.Process(target=_rank, args=target, daemon=True)
             process.start()
             there.close()

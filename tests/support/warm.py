@@ -2,7 +2,7 @@
 
 Importing torch is most of what a rank of a tiny run does: seconds of a core, for each rank of
 each run. `python(...) -m hvdtrain.train FLAGS` is `python -m hvdtrain.train FLAGS` with the same
-flags, environment, processors, folder and open files, and looks like it from outside;
+flags, environment, processors, directory and open files, and looks like it from outside;
 warm_rank.py stands in its place, passes signals on to it and ends as it ends. What differs: a
 rank's parent is not its launcher, and all that one parent forks share one seed of hashes: on this
 machine the ranks of even number of a job, and those of odd number; on a host of a cluster all of
@@ -50,7 +50,7 @@ def python(ranks: int) -> str:
     """
     for number in range(min(_PARENTS, ranks)):
         _parent(number)
-    return str(_folder() / "python")
+    return str(_directory() / "python")
 
 
 def write_command(path: Path, sockets: Path, parents: int) -> None:
@@ -96,16 +96,16 @@ def start_parent(
 
 
 @functools.cache
-def _folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="warm-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    write_command(folder / "python", folder, _PARENTS)
-    return folder
+def _directory() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="warm-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    write_command(directory / "python", directory, _PARENTS)
+    return directory
 
 
 @functools.cache
 def _parent(number: int) -> subprocess.Popen[bytes]:
-    return start_parent(_folder() / str(number), os.environ)
+    return start_parent(_directory() / str(number), os.environ)
 
 
 class Parent:
@@ -188,9 +188,9 @@ def _become(connection: socket.socket) -> list[str]:
     os.sched_setaffinity(0, request["processors"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    os.chdir(request["folder"])
+    os.chdir(request["directory"])
     places = filter(None, request["environment"].get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:1] = [request["folder"], *places]
+    sys.path[:1] = [request["directory"], *places]
     if "PYTHONUNBUFFERED" in os.environ:
         for output in (sys.stdout, sys.stderr):
             output.reconfigure(write_through=True)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""In the place of a rank that warm.py forks: warm_rank.py FOLDER PARENTS -m MODULE [FLAGS].
+"""In the place of a rank that warm.py forks: warm_rank.py DIRECTORY PARENTS -m MODULE [FLAGS].
 
 Takes no module but the system's, so that it starts at once.
 """
@@ -15,7 +15,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 
 
-def main(folder: str, parents: str, *arguments: str) -> None:
+def main(directory: str, parents: str, *arguments: str) -> None:
     """Ends as the rank does, by the same signal where one ended it."""
     rank = 0
     early: list[int] = []
@@ -31,10 +31,10 @@ def main(folder: str, parents: str, *arguments: str) -> None:
         signal.signal(passed_on, pass_on)
     number = next((int(os.environ[name]) for name in _RANKS if name in os.environ), 0)
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(f"{folder}/{number % int(parents)}")
+        connection.connect(f"{directory}/{number % int(parents)}")
         request = {
             "environment": dict(os.environ),
-            "folder": os.getcwd(),
+            "directory": os.getcwd(),
             "processors": sorted(os.sched_getaffinity(0)),
             "arguments": arguments,
         }

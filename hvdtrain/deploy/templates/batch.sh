@@ -1,7 +1,7 @@
 #!/bin/bash
 {% set submit = {"pbs": "qsub " ~ file, "lsf": "bsub < " ~ file, "none": "bash " ~ file}[scheduler] %}
 {% set starter = {"pbs": "PBS", "lsf": "LSF", "none": "mpirun, without a batch system"}[scheduler] %}
-# hvdtrain under {{ starter }}. From the folder in which it should train:
+# hvdtrain under {{ starter }}. From the directory in which it should train:
 #   {{ submit }}
 {% if scheduler == "none" %}
 # What follows the file's name goes to hvdtrain.train.

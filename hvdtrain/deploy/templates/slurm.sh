@@ -1,6 +1,6 @@
 #!/bin/bash
 # hvdtrain in a Slurm job that comes back after its time limit and after a preemption.
-# slurm/README.md says how it is used. From the repository's folder:
+# slurm/README.md says how it is used. From the repository's directory:
 #   sbatch {{ file }} --config gpt-nano --train.steps 300
 # What follows the file's name goes to hvdtrain.train; sbatch's own options come before it
 # and win over those below.

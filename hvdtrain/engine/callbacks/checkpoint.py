@@ -187,15 +187,15 @@ class SaveCheckpoints:
 
     def _begin(self, step: int) -> None:
         """Begin a save on rank 0, or on every rank if all ranks have something to save."""
-        folder = ""
+        directory = ""
         if self._saving.shared:
-            folder = broadcast_json(
-                hidden_name(Path(directory_name(step))).name, "checkpoint.folder"
+            directory = broadcast_json(
+                hidden_name(Path(directory_name(step))).name, "checkpoint.directory"
             )
         writer = self._writer
         if writer is not None and not writer.busy:
             state, group = self._saving.state, self._saving.group
-            writer.start(state.capture(group, folder), self._saving.before)
+            writer.start(state.capture(group, directory), self._saving.before)
 
     def _warn(self, writer: CheckpointWriter, step: int) -> None:
         if self._warned_about != writer.taken_step:

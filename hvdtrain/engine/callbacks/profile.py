@@ -35,20 +35,20 @@ class Profile:
     Errors in profiling do not end the run.
 
     Args:
-        folder: RUN/profile; created when needed.
+        directory: RUN/profile; created when needed.
         step: steps done when the generation begins.
     """
 
     def __init__(
         self,
         config: ProfileConfig,
-        folder: Path,
+        directory: Path,
         step: int,
         exchange: Exchange,
         context: RankContext,
     ) -> None:
         self._steps = config.range
-        self._folder = folder
+        self._directory = directory
         self._topology = topology = context.mesh.topology
         self._timer, self._memory = context.timer, context.memory
         self._exchange = exchange
@@ -61,7 +61,7 @@ class Profile:
         self._timeline = False
         self._ready: int | None = None  # handle of the all-reduce that marks the timeline
         if step + 1 >= self._steps.stop:
-            if topology.rank == 0 and not folder.exists():
+            if topology.rank == 0 and not directory.exists():
                 logger.warning("profile.steps %s: the run is at step %d", config.steps, step)
         elif self._mine:
             self._try(lambda: warm_up(device))
@@ -110,9 +110,9 @@ class Profile:
     def _open_files(self) -> None:
         assert self._first is not None
         if self._mine or self._topology.rank == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._directory.mkdir(parents=True, exist_ok=True)
         if self._topology.rank == 0:
-            clear(self._folder, self._first)
+            clear(self._directory, self._first)
             self._start_timeline()
         if self._mine:
             exchange = self._exchange
@@ -128,7 +128,7 @@ class Profile:
             logger.warning("profile: Horovod writes its timeline to the file in HOROVOD_TIMELINE")
             return
         assert self._first is not None
-        init.start_timeline(timeline_path(self._folder, self._first))
+        init.start_timeline(timeline_path(self._directory, self._first))
         self._timeline = True
 
     def _end(self) -> None:
@@ -145,13 +145,13 @@ class Profile:
         rank, host = self._topology.rank, self._topology.host
         figures = trace.stop() if trace is not None else {}
         if end == first:  # no step was finished
-            timeline_path(self._folder, first).unlink(missing_ok=True)
+            timeline_path(self._directory, first).unlink(missing_ok=True)
         elif trace is not None:
             facts = {"rank": rank, "world_size": self._topology.world_size}
-            path = rank_path(self._folder, rank, host, first, TRACE)
+            path = rank_path(self._directory, rank, host, first, TRACE)
             trace.write(path, {"backend": "horovod", **facts})
             figures |= {"host": host, "steps": [first, end], "device": self._device.type, **facts}
-            write_measurements(rank_path(self._folder, rank, host, first, ".json"), figures)
+            write_measurements(rank_path(self._directory, rank, host, first, ".json"), figures)
             logger.info("profile of steps %d to %d: %s", first, end - 1, path)
 
     def _try(self, part: Callable[[], None]) -> None:

@@ -44,13 +44,15 @@ def main(steps: str, *of_layouts: str) -> int:
 def _curve(flags: Sequence[str], steps: int, topology: Topology) -> dict[str, list[float]]:
     """See layouts_report.Curve; on rank 0."""
     settings = parse(flags)
-    with tempfile.TemporaryDirectory() as folder:
-        app = AppLoop(settings, Path(folder), topology=topology)
+    with tempfile.TemporaryDirectory() as directory:
+        app = AppLoop(settings, Path(directory), topology=topology)
         try:
             app.run(steps)
         finally:
             app.close()
-        lines = list(read_lines(RunDirectory(Path(folder)).metrics)) if topology.rank == 0 else []
+        lines = (
+            list(read_lines(RunDirectory(Path(directory)).metrics)) if topology.rank == 0 else []
+        )
     return {
         "losses": [line["loss"] for line in lines],
         "norms": [line["grad_norm"] for line in lines],

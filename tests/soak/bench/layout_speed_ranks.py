@@ -82,7 +82,7 @@ class TorchLoop:
         self._step += 1
 
 
-def take_turns(settings: Settings, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
+def take_turns(settings: Settings, steps: int, rounds: int, directory: Path) -> dict[str, Any]:
     """Seconds a step of both, in turns of one job; and how far their losses are apart at the end.
 
     Args:
@@ -92,7 +92,7 @@ def take_turns(settings: Settings, steps: int, rounds: int, folder: Path) -> dic
     config.train.steps = _WARM_UP_STEPS + rounds * steps + 1  # it never ends
     axis = next(axis for axis, degree in config.parallel.degrees.items() if degree > 1)
     task, datasets = build_data(settings)
-    app = AppLoop(settings, folder, (task, datasets))
+    app = AppLoop(settings, directory, (task, datasets))
     plain = TorchLoop(task, datasets.train, config, axis)
     loops: dict[str, AppLoop | TorchLoop] = {"hvdtrain": app, "torch": plain}
     for loop in loops.values():

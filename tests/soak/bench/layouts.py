@@ -108,7 +108,7 @@ def layouts(
     """Trains on each layout; one that fails is told as one that misses its aim.
 
     Args:
-        flags: of all of them; they lie below the processes' own folder for temporary files.
+        flags: of all of them; they lie below the processes' own directory for temporary files.
         chosen: as LAYOUTS has them.
 
     Raises:

@@ -46,7 +46,10 @@ def scrape(flags: Sequence[str], steps: int, rounds: int, np: int) -> Report:
 
     And the CPU time of a rank for one scrape, all threads together.
     """
-    with tempfile.TemporaryDirectory() as folder, _job(np, [*flags, *_ON], Path(folder)) as job:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        _job(np, [*flags, *_ON], Path(directory)) as job,
+    ):
         job.wait_for_more(_WARM_UP_STEPS)
         scraped, left = [], []
         for turn in range(rounds):

@@ -22,12 +22,12 @@ def worker(kind: str, steps: int, flags: Sequence[str], rounds: int) -> list[str
     return [sys.executable, "-m", "tests.soak.bench.worker", kind, str(steps), str(rounds), *flags]
 
 
-def _scrape(settings: Settings, _: int, rounds: int, folder: Path) -> dict[str, Any]:
+def _scrape(settings: Settings, _: int, rounds: int, directory: Path) -> dict[str, Any]:
     """Seconds of CPU time of this process for one scrape; another process scrapes."""
     from hvdtrain.bench.app import AppLoop
 
     settings.config.train.steps = WARM_UP_STEPS
-    app = AppLoop(settings, folder)
+    app = AppLoop(settings, directory)
     app.run(WARM_UP_STEPS)
     address = f"127.0.0.1:{app.exporter.port}" if app.exporter else ""
     command = [sys.executable, "-m", scraper.__name__, address, str(SCRAPES)]
@@ -43,14 +43,14 @@ def _scrape(settings: Settings, _: int, rounds: int, folder: Path) -> dict[str, 
     return {"seconds": seconds}
 
 
-def _telemetry(settings: Settings, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
+def _telemetry(settings: Settings, steps: int, rounds: int, directory: Path) -> dict[str, Any]:
     """Seconds a step with telemetry and without it, in blocks of one job that take turns."""
     from hvdtrain.bench.app import AppLoop
     from hvdtrain.engine.callbacks.log import Export
     from hvdtrain.engine.callbacks.stragglers import DetectStragglers
 
     settings.config.train.steps = WARM_UP_STEPS + 2 * rounds * steps + 1  # it never ends
-    app = AppLoop(settings, folder)
+    app = AppLoop(settings, directory)
     app.run(WARM_UP_STEPS)
     callbacks = {"with": app.every_callback}
     callbacks["without"] = [
@@ -64,10 +64,10 @@ def _telemetry(settings: Settings, steps: int, rounds: int, folder: Path) -> dic
     return {"seconds": seconds} if app.rank == 0 else {}
 
 
-def _layout_speed(settings: Settings, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
+def _layout_speed(settings: Settings, steps: int, rounds: int, directory: Path) -> dict[str, Any]:
     from tests.soak.bench.layout_speed_ranks import take_turns
 
-    return take_turns(settings, steps, rounds, folder)
+    return take_turns(settings, steps, rounds, directory)
 
 
 KINDS: dict[str, Callable[..., dict[str, Any]]] = {

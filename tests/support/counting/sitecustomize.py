@@ -1,6 +1,6 @@
 """Counts the requests to each HTTP server of a process, and prints them when it ends.
 
-Python imports it where its folder is in PYTHONPATH.
+Python imports it where its directory is in PYTHONPATH.
 """
 
 from __future__ import annotations

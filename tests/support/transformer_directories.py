@@ -1,4 +1,4 @@
-"""Folders of tiny models of transformers, as people have them, and JSON lines for them to learn."""
+"""Directories of tiny Transformers models as users have them, and JSON lines to train on."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _SIZES: dict[str, dict[str, Any]] = {
 _CLASSES = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}
 
 
-def make(folder: Path, layout: str, class_name: str = "", **facts: Any) -> Path:
-    """A folder with config.json, model.safetensors and a tokenizer.
+def make(directory: Path, layout: str, class_name: str = "", **facts: Any) -> Path:
+    """A directory with config.json, model.safetensors and a tokenizer.
 
     Args:
         layout: llama, gpt2 or bert.
@@ -65,11 +65,11 @@ def make(folder: Path, layout: str, class_name: str = "", **facts: Any) -> Path:
     config = transformers.AutoConfig.for_model(layout, **{**_SIZES[layout], **known, **facts})
     torch.manual_seed(0)
     model = getattr(transformers, class_name or _CLASSES[layout])(config)
-    model.save_pretrained(folder)
-    (_word_pieces() if layout == "bert" else _byte_pairs()).save(str(folder / "tokenizer.json"))
+    model.save_pretrained(directory)
+    (_word_pieces() if layout == "bert" else _byte_pairs()).save(str(directory / "tokenizer.json"))
     special = {"eos_token": "</s>"} if end else {"pad_token": "[PAD]"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(special))
-    return folder
+    (directory / "tokenizer_config.json").write_text(json.dumps(special))
+    return directory
 
 
 def _byte_pairs() -> Tokenizer:

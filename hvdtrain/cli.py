@@ -24,7 +24,7 @@ GROUPS = {
         "discover": "print the hosts that respond, as host:slots",
     },
     "before a run": {
-        "doctor": "find problems of these hosts before a run, or the reason why a run failed",
+        "doctor": "find problems of hosts before a run, or the reason why a run failed",
         "plan": "predict step time, scaling, memory and price on a cluster",
         "deploy": "write files that start a job: slurm, pbs, lsf, mpirun, compose, kubernetes",
         "horovod": "build Horovod's wheel for this environment, or check the installed one",

@@ -49,7 +49,7 @@ class Config:
 
     Args:
         task: a built-in task's name, or `package.module:Class`
-        seed: the only seed: of the initial weights, the order of samples and dropout
+        seed: the only seed, for the initial weights, the order of samples and dropout
         run: the run directory
         batch: the global batch
         loader: loading of the training data
@@ -58,11 +58,11 @@ class Config:
         optim: the optimizer
         schedule: the learning-rate schedule
         precision: number formats of the model's computations
-        compile: torch.compile
-        memory: what the backward pass keeps of the forward pass
+        compile: compilation of the model's blocks by torch.compile
+        memory: memory of activations, and the size of micro-batches
         exchange: gradient synchronization
-        parallel: how one model spans ranks
-        runtime: a rank's process
+        parallel: models that span ranks
+        runtime: the process of a rank
         checkpoint: checkpoints
         elastic: detection of ranks that died or hang
         preempt: preemption
@@ -175,7 +175,7 @@ def build_parser(task_class: type) -> ArgumentParser:
     parser = ArgumentParser(
         prog=program,
         usage=f"{program} [--config FILE_OR_PRESET] [--section.key VALUE ...]",
-        description="Trains a task on one process, or on all that a launcher starts.",
+        description="Train a task on one process, or on all processes that a launcher starts.",
         formatter_class=_HelpFormatter,
         exit_on_error=False,
     )

@@ -1,9 +1,9 @@
-"""The table of combinations of keys that are refused; docs/configuration.md lists it.
+"""Table of refused combinations of keys, which docs/configuration.md lists.
 
-`CHECKS` needs only the configuration: the parser, and thereby every command that reads a
-configuration, applies it. `RANK_CHECKS` also needs to know the ranks of a run: every run applies it
-at its start, and `hvdtrain doctor` to the hosts that it examines. Checks of one key's value stand
-in the key's dataclass.
+`CHECKS` needs only the configuration: the parser, and therefore every command that reads a
+configuration, applies it. `RANK_CHECKS` also needs the ranks of a run: every run applies it at its
+start, and `hvdtrain doctor` applies it to the hosts that it examines. Checks of a single key are in
+the key's dataclass.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 from hvdtrain.errors import UserError
 
-# This module is below the configuration's own: in the annotations, a Config is Any.
+# This module is in a lower layer than Config, so annotations use Any.
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """What checks need to know of a run's ranks.
+    """Facts about a run's ranks that checks need.
 
     Args:
         world_size: number of ranks.
-        elastic: ranks may join and leave; then `world_size` says nothing about later.
+        elastic: ranks may join and leave, so `world_size` may change.
         mpi: Horovod's controller is MPI; None: unknown.
         patched: Horovod has hvdtrain's patches; None: unknown.
     """
@@ -39,9 +39,9 @@ class Check:
     """A refused combination.
 
     Args:
-        combination: in Markdown, for the documentation.
+        combination: the combination in Markdown, for the documentation.
         why: the reason, for the documentation.
-        find: the message if a configuration has the combination, else "".
+        find: returns the message if a configuration has the combination, else "".
     """
 
     combination: str
@@ -59,7 +59,7 @@ class RankCheck:
 
 
 def check_together(config: Any) -> None:
-    """Apply `CHECKS`; `config`: a Config.
+    """Apply `CHECKS` to a Config.
 
     Raises:
         ValueError: with a message for the user.
@@ -76,7 +76,7 @@ def check_ranks(config: Any, ranks: Ranks) -> None:
         config: a Config whose global batch is known.
 
     Raises:
-        UserError: the configuration and the ranks do not fit.
+        UserError: the configuration does not fit the ranks.
     """
     for check in RANK_CHECKS:
         if message := check.find(config, ranks):
@@ -185,7 +185,7 @@ def _find_uneven_shards(config: Any) -> str:
     )
 
 
-_EXACT_BITS = "the bits of a run would depend on the machine that it began on"
+_EXACT_BITS = "results would depend on the machine on which the run began"
 _NOT_TESTED = "not tested together"
 _SPANS = "parallel.tensor !1, parallel.context !1, parallel.shard !1, parallel.pipeline !1"
 _ELEMENTWISE = "optim.name adamw|adam|sgd|lion"
@@ -194,7 +194,7 @@ _ADASUM_WHOLE = "Adasum combines whole float32 gradients"
 
 CHECKS: tuple[Check, ...] = (
     # the length of a run
-    _excludes("train.epochs", "train.steps", "give one of them"),
+    _excludes("train.epochs", "train.steps", "set only one of them"),
     _excludes("train.patience", "eval.every 0", "it needs validation losses"),
     _excludes("checkpoint.keep_best", "eval.every 0", "it needs validation losses"),
     Check(
@@ -211,7 +211,7 @@ CHECKS: tuple[Check, ...] = (
     _excludes(
         "memory.fit",
         "batch.max_tokens",
-        "memory.fit finds batch.micro_size, which batch.max_tokens replaces: give one of them",
+        "memory.fit finds batch.micro_size, which batch.max_tokens replaces: set only one of them",
     ),
     _requires(
         "optim.scale_lr",
@@ -245,7 +245,7 @@ CHECKS: tuple[Check, ...] = (
     _excludes(
         "exchange.compression",
         "exchange.name exact",
-        "a compression omits values that exact has to add",
+        "compression omits values that exact must add",
     ),
     _excludes(
         "exchange.compression", "exchange.wire !float32", "compressed gradients are sent as float32"
@@ -277,7 +277,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     # a model that spans ranks
     _excludes(_SPANS, "exchange.name exact", "exact adds whole gradients"),
-    _excludes(_SPANS, "exchange.compression", "a compression needs whole gradients"),
+    _excludes(_SPANS, "exchange.compression", "compression needs whole gradients"),
     _excludes(_SPANS, "exchange.wire !float32", "shards are sent in their own precision"),
     _excludes(_SPANS, "exchange.reduce adasum", "Adasum compares whole gradients"),
     _excludes(
@@ -292,7 +292,7 @@ CHECKS: tuple[Check, ...] = (
     _excludes(
         _SPANS,
         "batch.per_rank_size",
-        "ranks of a replica share their samples: give batch.global_size",
+        "ranks of a replica share their samples: set batch.global_size",
     ),
     _excludes(
         _SPANS, "batch.interleave !1", "batch.interleave is for models that each rank holds whole"
@@ -307,7 +307,7 @@ CHECKS: tuple[Check, ...] = (
     *(
         Check(
             f"`parallel.{axis}` and `parallel.pipeline` exclude `parallel.schedule zero-bubble`",
-            "torch computes the gradients of weights separately there: use interleaved1f1b",
+            "torch then computes the gradients of weights separately: use interleaved1f1b",
             lambda config, axis=axis: (  # type: ignore[misc]
                 f"parallel.{axis} {getattr(config.parallel, axis)} excludes parallel.schedule "
                 "zero-bubble, in which torch computes the gradients of weights separately: use "
@@ -415,8 +415,8 @@ def _find_too_many_copies(config: Any, ranks: Ranks) -> str:
     if not config.parallel.zero or ranks.elastic or not copies > size > 1:
         return ""
     return (
-        f"parallel.zero_copies {copies} exceeds the {size} ranks: give at most {size}, with which "
-        "each rank holds the whole optimizer state"
+        f"parallel.zero_copies {copies} exceeds the {size} ranks: set it to at most {size}, at "
+        "which each rank holds the whole optimizer state"
     )
 
 
@@ -425,7 +425,7 @@ def _find_elastic_fit(config: Any, ranks: Ranks) -> str:
         return ""
     return (
         "memory.fit derives the size of micro-batches from the memory of the ranks, which join and "
-        "leave an elastic run: set batch.micro_size, which a run with fixed ranks can find"
+        "leave an elastic run: set batch.micro_size; a run with a fixed number of ranks can find it"
     )
 
 

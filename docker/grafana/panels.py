@@ -235,7 +235,7 @@ ROWS: dict[str, list[Panel]] = {
             },
         ),
         Panel(
-            "Owed by error feedback, by rank",
+            "Residual of error feedback, by rank",
             "Norm of what a compression has left out and later steps make good, / that of the "
             "gradient. It settles; where it grows without end, the compression is too strong.",
             "short",

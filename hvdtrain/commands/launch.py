@@ -18,10 +18,17 @@ from hvdtrain.errors import UserError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_host_arguments(parser)
     parser.add_argument(
-        "--min-np", type=at_least(1), default=1, metavar="N", help="ranks at least (default: 1)"
+        "--min-np",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="minimum number of ranks (default: 1)",
     )
     parser.add_argument(
-        "--max-np", type=at_least(1), metavar="N", help="ranks at most (default: all slots)"
+        "--max-np",
+        type=at_least(1),
+        metavar="N",
+        help="maximum number of ranks (default: all slots)",
     )
     parser.add_argument(
         "--controller",
@@ -35,20 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least(0),
         default=10,
         metavar="N",
-        help="restarts without progress (default: %(default)s)",
+        help="maximum number of restarts without progress (default: %(default)s)",
     )
     parser.add_argument(
         "--wait",
         type=seconds,
         default=600.0,
         metavar="S",
-        help="for hosts with --min-np slots (default: %(default)s)",
+        help="seconds to wait for hosts with --min-np slots (default: %(default)s)",
     )
     parser.add_argument(
         "training",
         nargs=argparse.REMAINDER,
         metavar="-- --key value",
-        help="keys of the configuration; a command that starts training may stand before them, "
+        help="keys of the configuration; a command that starts training may precede them, "
         "as for horovodrun: python -m hvdtrain.train --key value",
     )
     parser.usage = (

@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sort",
         choices=[*_COLUMNS],
         default="age",
-        help="column; the newest, largest or first comes last (default: %(default)s)",
+        help="column; the newest, the largest or the alphabetically last run is at the bottom "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--format",

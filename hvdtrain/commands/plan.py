@@ -28,7 +28,7 @@ _GIB = float(1 << 30)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("job")
     source.add_argument(
-        "--measure", action="store_true", help="measure a step here, about a minute"
+        "--measure", action="store_true", help="measure a step on this host, in about a minute"
     )
     source.add_argument(
         "--from",
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATH",
-        help="a run directory, or what `bench exchange`, `bench allreduce` or `plan` printed "
+        help="a run directory, or output of `bench exchange`, `bench allreduce` or `plan` "
         "with --format json; may be given several times",
     )
     source.add_argument(
@@ -46,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute the step from the model's FLOPs and this GPU's peak, such as H100",
     )
     source.add_argument(
-        "--mfu", type=_fraction, default=0.4, help="fraction of that peak (default: %(default)s)"
+        "--mfu",
+        type=_fraction,
+        default=0.4,
+        help="fraction of the peak that is achieved (default: %(default)s)",
     )
     source.add_argument(
         "--weak",
@@ -95,7 +98,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         help="all-reduce algorithm: ring (Gloo), hierarchical (exchange.hierarchical), best (NCCL, "
         "MPI: by size) (default: %(default)s)",
     )
-    group.add_argument("--memory", type=positive_number, metavar="GIB", help="memory of a rank")
+    group.add_argument("--memory", type=positive_number, metavar="GIB", help="memory per rank")
     group.add_argument(
         "--mtbf", type=positive_number, metavar="HOURS", help="mean time between failures of a host"
     )

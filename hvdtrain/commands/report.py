@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"with --serve: address to listen on (default: {_HOST}); if other hosts can reach it, "
         "the URL contains a token",
     )
-    parser.add_argument("--port", type=int, help=f"with --serve (default: {_PORT})")
+    parser.add_argument(
+        "--port", type=int, help=f"with --serve: port to listen on (default: {_PORT})"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,17 +14,19 @@ class ExchangeConfig:
 
     Args:
         name: `dense` (hvd.DistributedOptimizer sums in floating point) or `exact` (fixed-point
-            sums: bitwise the same model on any number of ranks; requires `runtime.threads`)
+            sums: bitwise identical models on any number of ranks; requires `runtime.threads`)
         hierarchical: ranks sum within their host first, then each sums its slice across hosts;
-            requires equally many ranks on each host. `auto`: over Gloo, but not in elastic runs
+            requires the same number of ranks on each host. `auto`: over Gloo, except in elastic
+            runs
         wire: wire format of the gradients of `dense`: `float32`, `float16` with a scale that adapts
             to overflows, or `bfloat16`
         reduce: `average`, or `adasum` (orthogonal gradients are added, not averaged; requires MPI);
             with it the result depends on the number of ranks
         compression: `none`, `topk` (only the largest elements are sent) or `powersgd` (matrices are
-            sent as products of thin ones); with these the result depends on the number of ranks
+            sent as products of two thin matrices); the result of the last two depends on the number
+            of ranks
         ratio: fraction of the elements that `topk` sends
-        rank: of the products of `powersgd`
+        rank: rank of the approximations of `powersgd`
         start_step: steps before `powersgd` begins; until then gradients are sent uncompressed
         error_feedback: what compression omits is added to the next step's gradient
         sync_every: steps that each rank takes on its own before parameters and optimizer state are

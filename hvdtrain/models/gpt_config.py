@@ -24,7 +24,7 @@ class GPTConfig:
         context: tokens per sample, and the longest sequence
         vocab_size: rows of the embedding; null = size of the data's vocabulary
         positions: `rotary` (RoFormer, arXiv:2104.09864) or `learned` (GPT-2)
-        rotary_base: base of the powers that give the angles of `rotary`
+        rotary_base: base of the frequencies of `rotary`
         norm: `layer` (LayerNorm) or `rms` (RMSNorm, arXiv:1910.07467)
         norm_eps: added to the variance in the norm's denominator
         mlp: `gelu` (GPT-2) or `swiglu` (arXiv:2002.05202)
@@ -34,13 +34,13 @@ class GPTConfig:
         dropout: fraction of activations dropped after embedding, attention and MLP
         tied_embeddings: the last layer uses the embedding as its matrix
         attention: `full`: a token attends to all earlier tokens; `dilated`: to every n-th token of
-            its segment (LongNet, arXiv:2307.02486); `block_sparse`: to the blocks just before it
-            and to the first ones
+            its segment (LongNet, arXiv:2307.02486); `block_sparse`: to the preceding blocks and
+            to the first blocks
         segment_lengths: for `dilated`: tokens per segment, for each pattern
         dilation_rates: for `dilated`: each pattern uses every N-th token of a segment
         block_size: for `block_sparse`: tokens per block
-        local_blocks: for `block_sparse`: blocks that a token sees, its own and those before it
-        global_blocks: for `block_sparse`: blocks at the beginning that all tokens see
+        local_blocks: for `block_sparse`: blocks that a token attends to, its own and preceding ones
+        global_blocks: for `block_sparse`: blocks at the beginning that all tokens attend to
     """
 
     layers: int = 4
@@ -139,8 +139,8 @@ def _check_dilated(config: GPTConfig) -> None:
     if config.attention != "dilated":
         require(
             not lengths and not rates,
-            "model.segment_lengths and model.dilation_rates are of model.attention dilated, not of "
-            f"{config.attention}",
+            "model.segment_lengths and model.dilation_rates are for model.attention dilated, not "
+            f"for {config.attention}",
         )
         return
     require(
@@ -159,7 +159,7 @@ def _check_dilated(config: GPTConfig) -> None:
         )
     require(
         1 in rates,
-        f"model.dilation_rates {rates} needs a 1: else there are tokens that attend to none",
+        f"model.dilation_rates {rates} needs a 1: otherwise no pattern covers some tokens",
     )
 
 

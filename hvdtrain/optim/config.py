@@ -20,16 +20,17 @@ class OptimConfig:
         lr: learning rate at the end of the warm-up
         scale_lr: factor applied to `optim.lr` if `batch.per_rank_size` is set: the number of ranks
             (`linear`, arXiv:1706.02677) or its square root (`sqrt`)
-        betas: decay rates of the two moments of adamw and adam; lion's two
+        betas: decay rates of the two moments of adamw and adam; the two rates of lion
         eps: added to the square root of the second moment of adamw and adam
         fused: adamw and adam in torch's single fused kernel: faster, but results are rounded
             differently
         momentum: momentum of sgd and muon
-        weight_decay: of parameters with 2 or more dimensions; added to the gradient by sgd and
-            adam, decoupled from it by the others
-        clip_norm: gradients are scaled down to this global norm; 0 = no clipping
-        ema_decay: of an exponential moving average of the weights, such as 0.999, which is
-            evaluated in addition to the weights; 0 = none
+        weight_decay: weight decay of parameters with 2 or more dimensions; sgd and adam add it to
+            the gradient, the other optimizers decouple it from the gradient
+        clip_norm: maximum global norm of the gradients, to which larger ones are scaled down; 0 =
+            no clipping
+        ema_decay: decay rate of an exponential moving average of the weights, such as 0.999; the
+            average is evaluated in addition to the weights; 0 = none
         freeze: names of parameters that are not trained, with * and ?, such as `embedding.*`
     """
 

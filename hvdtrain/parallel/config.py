@@ -27,7 +27,7 @@ class ParallelConfig:
             host memory, and the optimizer steps there
         schedule: order of a stage's forward and backward passes: `gpipe`, `1f1b` (less memory), or
             with two stages per rank `interleaved1f1b` or `zero-bubble` (less waiting)
-        place: these axes in the order in which they are kept within a host
+        place: the axes, in the order in which their ranks are placed within a host
         zero: 1: each rank updates a shard of the parameters, and holds only that shard of the
             optimizer state (ZeRO-1, arXiv:1910.02054); 0: each rank updates all parameters
         zero_copies: ranks that hold each shard of `zero`, on different hosts if there are several:

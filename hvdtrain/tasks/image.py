@@ -28,7 +28,8 @@ class ImageConfig:
         validation: the same for validation; null = `image.validation_fraction` of the data
         classes: number of classes in tar shards, numbered 0 to `image.classes` - 1
         cache: directory for the indexes of tar shards; null = next to the shards
-        validation_fraction: that fraction, of each class (for the digits: of all)
+        validation_fraction: fraction of each class used for validation (for the digits: of all
+            images)
         size: side of the square that the model sees, in pixels; null = 224, for the digits 8
         patch: side of a patch of `vit`, divides `image.size`; null = 16, or a quarter of the size
             up to 64

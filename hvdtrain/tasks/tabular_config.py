@@ -26,8 +26,8 @@ class TabularConfig:
             `late`, or `arr_delay` for regression; omitted in pretraining
         ignore: columns to omit
         categories: columns whose numbers are names, such as a flight's; for the flights, `flight`
-        columns: statistics and vocabularies to use: a file from `hvdtrain data columns`, or a run,
-            whose statistics are used; null = compute them from the training data
+        columns: statistics and vocabularies to use: a file from `hvdtrain data columns`, or a run;
+            null = compute them from the training data
         label_fraction: fraction of the training rows to use, for experiments with few labels
         mask: fraction of the cells that is hidden in pretraining
         layers: number of transformer layers

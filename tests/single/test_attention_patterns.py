@@ -158,12 +158,12 @@ def test_logits_are_causal_and_independent_of_sequence_length(name: str) -> None
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"segment_lengths": [8]}, "are of model.attention dilated, not of full"),
+        ({"segment_lengths": [8]}, "are for model.attention dilated, not for full"),
         ({"attention": "dilated"}, "as many model.segment_lengths as .*, not 0 and 0"),
         ({"segment_lengths": [8, 16], "dilation_rates": [1]}, "as many .* not 2 and 1"),
         ({"segment_lengths": [5], "dilation_rates": [1]}, "5 does not divide model.context 32"),
         ({"segment_lengths": [8], "dilation_rates": [3]}, "3 does not divide its segment of 8"),
-        ({"segment_lengths": [8], "dilation_rates": [2]}, "needs a 1: else there are tokens"),
+        ({"segment_lengths": [8], "dilation_rates": [2]}, "needs a 1: otherwise no pattern"),
         ({"attention": "block_sparse", "block_size": 5}, "5 does not divide model.context 32"),
         ({"attention": "block_sparse", "local_blocks": 0}, "model.local_blocks must be >= 1"),
         ({"attention": "block_sparse", "dropout": 0.1}, "no dropout: set model.dropout 0"),

@@ -242,7 +242,7 @@ def test_help_has_a_short_usage_and_named_sections() -> None:
         usage
         == "usage: python -m hvdtrain.train [--config FILE_OR_PRESET] [--section.key VALUE ...]"
     )
-    assert description.startswith("Trains a task")
+    assert description.startswith("Train a task")
     assert "gpt-nano, gpt-small" in said
     assert "<class" not in said and "Path to a configuration file" not in said
 

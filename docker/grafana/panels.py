@@ -1,6 +1,6 @@
-"""What the dashboard of hvdtrain shows: its rows of panels, and the query behind each line.
+"""Rows of panels of hvdtrain's dashboard, with the query of each line.
 
-make_dashboard.py makes from it what Grafana reads.
+make_dashboard.py generates Grafana's JSON from it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ BY_PLACE = f"{{{{axis}}}}, {BY_RANK} (dp {{{{dp}}}} pp {{{{pp}}}} cp {{{{cp}}}} 
 
 @dataclass
 class Panel:
-    """Args: queries: legend -> PromQL; width: of 24; more: beside what all of its type have."""
+    """A panel of the dashboard.
+
+    Args:
+        queries: legend -> PromQL.
+        width: columns, of 24.
+        more: field configuration in addition to the defaults of its type.
+    """
 
     title: str
     description: str
@@ -71,24 +77,29 @@ STEPPED = {"decimals": 0, "custom": {"lineInterpolation": "stepAfter"}}
 
 ROWS: dict[str, list[Panel]] = {
     "Overview": [
-        stat("Ranks", "How many train now.", "short", f"max(hvdtrain_world_size{{{RUN}}})"),
+        stat(
+            "Ranks",
+            "Number of ranks that train now.",
+            "short",
+            f"max(hvdtrain_world_size{{{RUN}}})",
+        ),
         stat(
             "Throughput",
-            "Samples a second of the whole run.",
+            "Samples per second of the whole run.",
             "suffix: samples/s",
             f"max({rate(f'samples_total{{{RUN}}}')})",
         ),
-        stat("Time of a step", "Mean wall time of an optimizer step.", "s", STEP_SECONDS),
+        stat("Step time", "Mean wall time of an optimizer step.", "s", STEP_SECONDS),
         stat("Loss", "Training loss of the last step.", "short", f"max(hvdtrain_loss{{{RUN}}})"),
         stat(
             "Since the last step",
-            "It grows where the run stands still.",
+            "It grows while the run makes no progress.",
             "s",
             f"time() - max(hvdtrain_last_step_timestamp_seconds{{{RUN}}})",
         ),
         stat(
             "Since the last checkpoint",
-            "What a crash would lose now.",
+            "Time that would be lost by a crash now.",
             "s",
             f"time() - max(hvdtrain_last_checkpoint_timestamp_seconds{{{RUN}}})",
         ),
@@ -100,7 +111,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         stat(
             "Exporters",
-            "Ranks whose figures Prometheus gets.",
+            "Ranks that Prometheus scrapes successfully.",
             "short",
             f'sum(up{{job="hvdtrain", {RUN}}})',
         ),
@@ -108,14 +119,14 @@ ROWS: dict[str, list[Panel]] = {
     "Throughput and loss": [
         Panel(
             "Throughput of the run",
-            "Samples a second over all ranks: equal on all of them.",
+            "Samples per second over all ranks; all ranks report the same value.",
             "suffix: samples/s",
             {"run": f"max({rate(f'samples_total{{{RUN}}}')})"},
         ),
         Panel(
             "Throughput by rank",
-            "What each rank could do without waiting for others: its fraction of the samples, for "
-            "each second of its own part of a step. The lowest one holds up the run.",
+            "Throughput that each rank would reach without waiting for other ranks: its fraction "
+            "of the samples / its own compute time. The lowest rank limits the run.",
             "suffix: samples/s",
             {
                 BY_RANK: f"{rate(f'samples_total{{{RANKS}}}')} / {WORLD}"
@@ -123,9 +134,8 @@ ROWS: dict[str, list[Panel]] = {
             },
         ),
         Panel(
-            "Steps by duration",
-            "Median and 99th percentile of the wall time of a step, from the buckets of a "
-            "histogram.",
+            "Step duration",
+            "Median and 99th percentile of the step's wall time, from the buckets of a histogram.",
             "s",
             {
                 "median": f"histogram_quantile(0.5, {STEP_BUCKETS})",
@@ -141,22 +151,22 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Gradient norm",
-            "Before clipping.",
+            "Gradient norm before clipping.",
             "short",
             {"norm": f"max(hvdtrain_grad_norm{{{RUN}}})"},
             width=5,
         ),
         Panel(
             "Learning rate",
-            "Of the last step.",
+            "Learning rate of the last step.",
             "sci",
             {"rate": f"max(hvdtrain_learning_rate{{{RUN}}})"},
             width=5,
         ),
         Panel(
             "Loss scale",
-            "Of precision.name fp16, 1 without it. It halves when gradients overflow, and doubles "
-            "after 1000 steps without; steps at 1 that are skipped are due to something else.",
+            "Loss scale of precision.name fp16; 1 without it. It halves when gradients overflow, "
+            "and doubles after 1000 steps without overflow. Steps skipped at 1 have another cause.",
             "short",
             {"scale": f"max(hvdtrain_loss_scale{{{RUN}}})"},
             width=4,
@@ -164,8 +174,8 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Skipped steps, healed ranks",
-            "Steps left out because their gradient was not finite, and ranks whose state "
-            "differed from the others' and was replaced.",
+            "Steps skipped because their gradient was not finite, and ranks whose state differed "
+            "from the majority and was replaced.",
             "short",
             {
                 "skipped": f"max(increase(hvdtrain_nonfinite_total{{{RUN}}}[$__rate_interval]))",
@@ -178,17 +188,17 @@ ROWS: dict[str, list[Panel]] = {
     "Phases": [
         Panel(
             "Where the time goes",
-            "Share of each phase, as a mean over the chosen ranks. Phases are disjoint and add up "
-            "to the wall time.",
+            "Fraction of time in each phase, as a mean over the selected ranks. Phases are "
+            "disjoint and add up to the wall time.",
             "percentunit",
             {"{{phase}}": f"avg by (phase) ({PHASES})"},
             width=12,
             more=STACKED,
         ),
         Panel(
-            "Own time of a step, by rank",
-            "Data, forward, backward, optimizer and checkpoint of a rank itself, without waiting "
-            "for others.",
+            "Own time per step, by rank",
+            "Time of each rank in data, forward, backward, optimizer and checkpoint, without waits "
+            "for other ranks.",
             "s",
             {
                 BY_RANK: f"sum by (rank, host) ({OWN_PHASES})"
@@ -200,14 +210,14 @@ ROWS: dict[str, list[Panel]] = {
     "Communication": [
         Panel(
             "Exposed communication, by rank",
-            "Share of the time in which a rank waits for the exchange of gradients. The slowest "
+            "Fraction of the time in which a rank waits for gradient synchronization. The slowest "
             "rank waits least.",
             "percentunit",
             {BY_RANK: f"sum by (rank, host) ({EXPOSED}) / sum by (rank, host) ({PHASES})"},
         ),
         Panel(
             "Overlap, by rank",
-            "Share of the communication that is hidden behind the backward pass: 1 - exposed / "
+            "Fraction of the communication that is hidden behind the backward pass: 1 - exposed / "
             "in flight.",
             "percentunit",
             {
@@ -218,7 +228,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Bandwidth",
             "Bytes of the gradients / time in flight (algorithm), and times 2(n-1)/n (bus), which "
-            "can be compared with the network's. A lower bound: the time holds waiting, too.",
+            "is comparable with the network's. A lower bound: the time includes waits.",
             "Bps",
             {
                 "algorithm": f"max({BANDWIDTH})",
@@ -227,7 +237,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Compression",
-            "Bytes of the gradients / bytes that travelled.",
+            "Bytes of the gradients / bytes that were sent.",
             "short",
             {
                 "ratio": f"max(hvdtrain_gradient_bytes{{{RANKS}}}"
@@ -236,8 +246,8 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Residual of error feedback, by rank",
-            "Norm of what a compression has left out and later steps make good, / that of the "
-            "gradient. It settles; where it grows without end, the compression is too strong.",
+            "Norm of the residual, which compression has omitted and later steps add, / norm of "
+            "the gradient. It levels off; if it keeps growing, the compression is too strong.",
             "short",
             {
                 BY_RANK: f"max by (rank, host) (hvdtrain_residual_norm{{{RANKS}}}"
@@ -245,9 +255,9 @@ ROWS: dict[str, list[Panel]] = {
             },
         ),
         Panel(
-            "Steps since the last synchronisation",
-            "With exchange.sync_every ranks step on their own in between: a failure takes the run "
-            "back so far.",
+            "Steps since the last synchronization",
+            "With exchange.sync_every ranks take local steps in between; after a failure the run "
+            "repeats these steps.",
             "short",
             {"steps": f"max(hvdtrain_last_step{{{RUN}}}) - max(hvdtrain_last_sync_step{{{RUN}}})"},
             more=STEPPED,
@@ -255,17 +265,17 @@ ROWS: dict[str, list[Panel]] = {
     ],
     "Models that span ranks": [
         Panel(
-            "Waiting for the rest of the model, by rank",
-            "Share of the time in which a rank waits for the others of its replica, along each "
-            "axis for which that is measured. Zero where each rank holds the whole model.",
+            "Waits within a replica, by rank",
+            "Fraction of the time in which a rank waits for the other ranks of its replica, along "
+            "each axis for which waits are measured. Zero if each rank holds the whole model.",
             "percentunit",
             {BY_PLACE: f"sum by (axis, rank, host, dp, pp, cp, tp) ({AXES})"},
             width=12,
         ),
         Panel(
             "Pipeline bubble",
-            "Share of the time in a pipeline's schedules in which ranks wait, and what it would be "
-            "were all stages as fast: where it is far above that, one stage has more to do.",
+            "Fraction of the time in pipeline schedules in which ranks wait, and the fraction for "
+            "equally fast stages: if it is far higher, one stage has more work than the others.",
             "percentunit",
             {
                 "measured": f"sum({PIPELINE_WAITS}) / sum({SCHEDULES})",
@@ -277,8 +287,8 @@ ROWS: dict[str, list[Panel]] = {
     "Stragglers": [
         Panel(
             "Straggler heat map",
-            "Score of each rank over time: own time of the fastest rank with the same work / this "
-            "rank's. Red is slow.",
+            "Score of each rank over time: own time of the fastest rank with the same work / own "
+            "time of this rank. Red is slow.",
             "percentunit",
             {BY_RANK: f"max by (rank, host) (hvdtrain_straggler_score{{{RANKS}}})"},
             type="status-history",
@@ -287,14 +297,15 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Slow ranks",
-            "How many ranks are called stragglers now, by the phase in which they lose most.",
+            "Number of ranks that are reported as stragglers now, by the phase in which they lose "
+            "most.",
             "short",
             {"{{phase}}": f"sum by (phase) (hvdtrain_straggler{{{RUN}}})"},
             more=STEPPED,
         ),
         Panel(
-            "Micro-batches of a step, by rank",
-            "How many each rank works on; with batch.deal speed slow ranks get fewer.",
+            "Micro-batches per step, by rank",
+            "Number of micro-batches of each rank; with batch.deal speed slow ranks get fewer.",
             "short",
             {BY_RANK: f"max by (rank, host) (hvdtrain_micro_batches{{{RANKS}}})"},
             width=24,
@@ -304,7 +315,7 @@ ROWS: dict[str, list[Panel]] = {
     "Recovery and restarts": [
         Panel(
             "Ranks",
-            "Ranks that train, and exporters that answer.",
+            "Ranks that train, and exporters that respond.",
             "short",
             {
                 "train": f"max(hvdtrain_world_size{{{RUN}}})",
@@ -315,26 +326,26 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Ranks by host",
-            "As rank 0 has published them.",
+            "Number of ranks per host, as published by rank 0.",
             "short",
             {"{{host}}": f'count by (host) (up{{job="hvdtrain", {RUN}}})'},
             width=6,
             more=STEPPED,
         ),
         Panel(
-            "Time to recover",
-            "From a failure to the end of the next step; mean of the processes that live now.",
+            "Recovery time",
+            "Time from a failure to the end of the next step; mean over the current processes.",
             "s",
             {"mean": RECOVERY},
             width=6,
         ),
         Panel(
-            "Restarts and steps done again",
-            "Since the run's first start, as its ledger has them.",
+            "Restarts and repeated steps",
+            "Totals since the run's first start, from its ledger.",
             "short",
             {
                 "restarts": f"max(hvdtrain_restarts_total{{{RUN}}})",
-                "steps done again": f"max(hvdtrain_lost_steps_total{{{RUN}}})",
+                "repeated steps": f"max(hvdtrain_lost_steps_total{{{RUN}}})",
             },
             width=6,
             more=STEPPED,
@@ -343,33 +354,33 @@ ROWS: dict[str, list[Panel]] = {
     "Checkpoints": [
         Panel(
             "Age of the newest checkpoint",
-            "A saw: it falls with each checkpoint.",
+            "Time since the newest checkpoint; it drops to 0 with each checkpoint.",
             "s",
             {"age": f"time() - max(hvdtrain_last_checkpoint_timestamp_seconds{{{RUN}}})"},
             width=6,
         ),
         Panel(
             "Step of the newest checkpoint",
-            "From which the run would go on.",
+            "Step from which the run would resume.",
             "short",
             {"step": f"max(hvdtrain_last_checkpoint_step{{{RUN}}})"},
             width=6,
             more=STEPPED,
         ),
         Panel(
-            "Time for a checkpoint",
-            "How long the newest one took to be written, beside the steps, and for which fraction "
-            "of the time steps are held up by copies of the state.",
+            "Checkpoint time",
+            "Time in which the newest checkpoint was written in the background, and the fraction "
+            "of the time in which steps wait for copies of the state.",
             "s",
             {
                 "written in": f"max(hvdtrain_last_checkpoint_write_seconds{{{RUN}}})",
-                "held up, per second": f"max({rate(f'checkpoint_stall_seconds_total{{{RUN}}}')})",
+                "step delay per second": f"max({rate(f'checkpoint_stall_seconds_total{{{RUN}}}')})",
             },
             width=6,
         ),
         Panel(
-            "Checkpoints that failed",
-            "Could not be written, within the time between two points.",
+            "Failed checkpoints",
+            "Checkpoints that could not be written, per interval between two points.",
             "short",
             {
                 "failed": "max(increase("
@@ -380,30 +391,30 @@ ROWS: dict[str, list[Panel]] = {
     ],
     "Devices": [
         Panel(
-            "Model FLOPs utilisation",
-            "FLOP/s of the model's matrix products / what all devices can do at most. Empty where "
-            "the peak of a device is not known (telemetry.peak_flops).",
+            "Model FLOPs utilization",
+            "FLOP/s of the model's matrix products / peak FLOP/s of all devices. Empty if a "
+            "device's peak is unknown (telemetry.peak_flops).",
             "percentunit",
             {"MFU": f"max(hvdtrain_mfu{{{RUN}}})"},
             width=6,
         ),
         Panel(
-            "GPU utilisation, by rank",
-            "Share of the time in which the GPU computed anything. Empty without NVML.",
+            "GPU utilization, by rank",
+            "Fraction of the time in which the GPU executed a kernel. Empty without NVML.",
             "percentunit",
             {BY_RANK: f"max by (rank, host) (hvdtrain_gpu_utilization{{{RANKS}}})"},
             width=6,
         ),
         Panel(
             "GPU power, by rank",
-            "What each rank's GPU draws. Empty without NVML.",
+            "Power draw of each rank's GPU. Empty without NVML.",
             "watt",
             {BY_RANK: f"max by (rank, host) (hvdtrain_gpu_power_watts{{{RANKS}}})"},
             width=6,
         ),
         Panel(
             "GPU clock, by rank",
-            "Of the multiprocessors: where it falls, the GPU is hot or short of power. Empty "
+            "Clock of the multiprocessors: if it drops, the GPU is hot or limited in power. Empty "
             "without NVML.",
             "hertz",
             {BY_RANK: f"max by (rank, host) (hvdtrain_gpu_clock_hertz{{{RANKS}}})"},
@@ -412,8 +423,8 @@ ROWS: dict[str, list[Panel]] = {
     ],
     "Memory": [
         Panel(
-            "Memory of the host, by rank",
-            "Resident memory of each rank's process, and the most that it had.",
+            "Host memory, by rank",
+            "Resident memory of each rank's process, and its peak.",
             "bytes",
             {
                 BY_RANK: f"max by (rank, host) (hvdtrain_host_memory_bytes{{{RANKS}}})",
@@ -424,9 +435,9 @@ ROWS: dict[str, list[Panel]] = {
             width=8,
         ),
         Panel(
-            "Memory of the device, by rank",
-            "What tensors take up on each rank's GPU, the most that they did, and what the "
-            "allocator keeps: far more than the peak means gaps. 0 without a GPU.",
+            "Device memory, by rank",
+            "Memory of tensors on each rank's GPU, its peak, and the memory that the allocator "
+            "reserves: far more than the peak means fragmentation. 0 without a GPU.",
             "bytes",
             {
                 BY_RANK: f"max by (rank, host) (hvdtrain_device_memory_bytes{{{RANKS}}})",
@@ -440,9 +451,9 @@ ROWS: dict[str, list[Panel]] = {
             width=8,
         ),
         Panel(
-            "Most memory by phase",
-            "Of the rank that had most, in the steps that the ranks compare: resident on the host, "
-            "taken up by tensors on the device (0 without a GPU).",
+            "Peak memory by phase",
+            "Peak of the rank with the most memory, in the steps that the ranks compare: resident "
+            "on the host, and of tensors on the device (0 without a GPU).",
             "bytes",
             {
                 "{{phase}}, host": (

@@ -17,8 +17,7 @@ class DataConfig:
             a document), or `tokens` (made by `hvdtrain data tokenize`)
         train: files, directories or globs; empty = the source files of Python's standard library
         validation: the same for validation; empty = a fraction of `data.train`
-        validation_fraction: fraction of `data.train` used for validation; split by file (for a
-            single
+        validation_fraction: fraction of `data.train` for validation, split by file (for a single
             file: its end)
         tokenizer: a tokenizer.json of the `tokenizers` library, for text; null = bytes
         cache: directory that stores the tokens of text, for later starts and for all ranks of a

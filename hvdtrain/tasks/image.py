@@ -28,8 +28,7 @@ class ImageConfig:
         validation: the same for validation; null = `image.validation_fraction` of the data
         classes: number of classes in tar shards, numbered 0 to `image.classes` - 1
         cache: directory for the indexes of tar shards; null = next to the shards
-        validation_fraction: fraction of each class used for validation (for the digits: of all
-            images)
+        validation_fraction: fraction of each class for validation (for the digits: of all images)
         size: side of the square that the model sees, in pixels; null = 224, for the digits 8
         patch: side of a patch of `vit`, divides `image.size`; null = 16, or a quarter of the size
             up to 64
@@ -161,7 +160,8 @@ class Image:
         return Datasets(self._data.train, self._data.validation, self._data.fingerprint)
 
     def model(self) -> nn.Module:
-        from hvdtrain.models.vision import ResNet, VisionTransformer
+        from hvdtrain.models.resnet import ResNet
+        from hvdtrain.models.vit import VisionTransformer
         from hvdtrain.tasks.sync_batchnorm import synchronise
 
         assert self._data is not None
@@ -178,7 +178,7 @@ class Image:
         """The residual blocks, or the layers of the transformer."""
         from torch.nn import TransformerEncoderLayer
 
-        from hvdtrain.models.vision import BasicBlock, Bottleneck
+        from hvdtrain.models.resnet import BasicBlock, Bottleneck
 
         kinds = (BasicBlock, Bottleneck, TransformerEncoderLayer)
         return [module for module in model.modules() if isinstance(module, kinds)]

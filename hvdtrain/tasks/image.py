@@ -160,8 +160,7 @@ class Image:
         return Datasets(self._data.train, self._data.validation, self._data.fingerprint)
 
     def model(self) -> nn.Module:
-        from hvdtrain.models.resnet import ResNet
-        from hvdtrain.models.vit import VisionTransformer
+        from hvdtrain.models.vision import ResNet, VisionTransformer
         from hvdtrain.tasks.sync_batchnorm import synchronise
 
         assert self._data is not None
@@ -178,7 +177,7 @@ class Image:
         """The residual blocks, or the layers of the transformer."""
         from torch.nn import TransformerEncoderLayer
 
-        from hvdtrain.models.resnet import BasicBlock, Bottleneck
+        from hvdtrain.models.vision import BasicBlock, Bottleneck
 
         kinds = (BasicBlock, Bottleneck, TransformerEncoderLayer)
         return [module for module in model.modules() if isinstance(module, kinds)]

@@ -96,10 +96,10 @@ def _horovod(hierarchical: bool = False, computing: bool = False) -> Side:
     """
     from hvdtrain.runtime import environment
     from hvdtrain.runtime.collectives import begin_sum, completed
-    from hvdtrain.runtime.init import initialise
+    from hvdtrain.runtime.init import initialize
 
     environment.prepare(hierarchical=hierarchical)
-    topology = initialise()
+    topology = initialize()
 
     def all_reduce(values: Tensor) -> None:
         completed(begin_sum(values, f"bench.{values.numel()}"))
@@ -121,10 +121,10 @@ def _horovod_on_gpus() -> Side:
     from hvdtrain.runtime import environment
     from hvdtrain.runtime.collectives import begin_sum, completed
     from hvdtrain.runtime.device import choose_device
-    from hvdtrain.runtime.init import initialise
+    from hvdtrain.runtime.init import initialize
 
     environment.prepare()
-    topology = initialise()
+    topology = initialize()
     device = choose_device(topology)
 
     def all_reduce(values: Tensor) -> None:

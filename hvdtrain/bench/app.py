@@ -18,7 +18,7 @@ from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run.strategy import build_strategy
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.init import initialise
+from hvdtrain.runtime.init import initialize
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.tasks import Datasets, Task
@@ -45,7 +45,7 @@ class AppLoop:
     ) -> None:
         if topology is None:
             prepare_environment(settings.config)
-            topology = initialise()
+            topology = initialize()
         start = Start(time.perf_counter(), topology.local_rank)
         prepared = prepare(settings, topology, start, data)
         strategy = build_strategy(settings.config, elastic=False)

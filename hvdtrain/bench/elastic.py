@@ -92,12 +92,12 @@ def recovery(
     found = [recovered(lines, events, since, np) for since in killed_at]
     figures = [
         Figure("pause after a kill", "s", [one.pause for one in found]),
-        Figure("of which re-initialization", "s", [one.initialisation for one in found]),
+        Figure("of which re-initialization", "s", [one.initialization for one in found]),
         Figure("pause when the new rank joins", "s", [one.joining for one in found]),
         Figure("until all ranks are back", "s", [one.whole for one in found]),
         Figure("step", "s", [line["step_seconds"] for line in lines if line["world_size"] == np]),
     ]
-    per_kill = [f"{one.pause:.2f} ({one.initialisation:.2f})" for one in found]
+    per_kill = [f"{one.pause:.2f} ({one.initialization:.2f})" for one in found]
     return Report("recovery", figures, {"ranks": np, "pause_of_each_kill": " ".join(per_kill)})
 
 
@@ -108,13 +108,13 @@ class Recovery:
     Args:
         pause: from the kill, or from the last step if it ended after the kill, to the end of the
             next step
-        initialisation: part of the pause, from its detection by the ranks until they could continue
+        initialization: part of the pause, from its detection by the ranks until they could continue
         joining: from the last step without the new rank to the first step with it
         whole: from the kill until the new rank takes part
     """
 
     pause: float
-    initialisation: float
+    initialization: float
     joining: float
     whole: float
 

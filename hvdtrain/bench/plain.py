@@ -150,8 +150,8 @@ def join_ranks() -> None:
     For ranks that horovodrun started, on one or several hosts.
     """
     from hvdtrain.parallel.world import join
-    from hvdtrain.runtime.init import initialise, shut_down
+    from hvdtrain.runtime.init import initialize, shut_down
 
-    topology = initialise()
+    topology = initialize()
     join(range(topology.world_size), topology, torch.device("cpu"))
     shut_down()

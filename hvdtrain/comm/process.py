@@ -13,7 +13,7 @@ from typing import TypeVar
 from hvdtrain.errors import CollectiveError
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import RankLostError
-from hvdtrain.runtime.init import initialise, is_initialised
+from hvdtrain.runtime.init import initialize, is_initialized
 from hvdtrain.runtime.phases import PhaseTimer
 
 OPERATIONS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "barrier")
@@ -62,9 +62,9 @@ class UserCollectives:
 
         Raises:
             CollectiveError: this process is not a rank.
-            UserError, HorovodInternalError: as runtime.init.initialise.
+            UserError, HorovodInternalError: as runtime.init.initialize.
         """
-        if is_initialised():
+        if is_initialized():
             return
         if environment.elastic():
             raise CollectiveError(
@@ -75,7 +75,7 @@ class UserCollectives:
         if multiprocessing.parent_process() is not None:
             raise CollectiveError(_no_rank(function))
         environment.prepare()
-        initialise()
+        initialize()
 
     def check(self, operation: str) -> None:
         """Raise CollectiveError if the other ranks would not participate in a collective."""
@@ -161,7 +161,7 @@ class UserCollectives:
 
     def forked(self) -> None:
         """Handle a fork: the child has Horovod's state, but not the thread that does the work."""
-        self._is_copy = is_initialised()
+        self._is_copy = is_initialized()
 
 
 def _no_rank(function: str) -> str:

@@ -110,7 +110,7 @@ def split_files(paths: Sequence[Path], fraction: float) -> tuple[list[Path], lis
 
 
 def assign_files(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Assign files to ranks: neighbours stay together, and ranks get about the same bytes.
+    """Assign files to ranks: neighbors stay together, and ranks get about the same bytes.
 
     A file belongs to the rank whose even share of all bytes contains the middle of the file.
 

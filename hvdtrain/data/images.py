@@ -1,4 +1,4 @@
-"""Labelled images: scikit-learn's digits, class directories, or tar shards; their augmentation.
+"""Labeled images: scikit-learn's digits, class directories, or tar shards; their augmentation.
 
 Images are uint8 (channels, side, side). The side includes a margin beyond what a model sees, from
 which the image is cropped.
@@ -28,16 +28,16 @@ _MEMBERS = tuple(suffix[1:] for suffix in SUFFIXES)  # of a sample in a tar shar
 SPLIT_SEED = 0  # the split depends on the data only, not on the run's seed
 
 
-class Normalisation(NamedTuple):
+class Normalization(NamedTuple):
     """Mean and standard deviation of each channel, of values in [0, 1]."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
 
-# The values of ImageNet, which are common for colour photographs.
-COLOUR = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-DIGIT = Normalisation((0.305,), (0.376,))
+# The values of ImageNet, which are common for color photographs.
+COLOR = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+DIGIT = Normalization((0.305,), (0.376,))
 
 
 class ImageData(NamedTuple):
@@ -46,7 +46,7 @@ class ImageData(NamedTuple):
     train: Dataset[Any]
     validation: Dataset[Any]
     classes: list[str]
-    normalisation: Normalisation
+    normalization: Normalization
     fingerprint: str
 
 
@@ -130,7 +130,7 @@ def class_directories(
         ImageFiles(train, side),
         ImageFiles([rest[i] for i in order], side),
         classes,
-        COLOUR,
+        COLOR,
         _fingerprint(train, Path(data)),
     )
 
@@ -338,7 +338,7 @@ def shards(
         held_out = Subset(mixed, range(ends))
         train = Subset(mixed, range(ends, count))
     names = [str(number) for number in range(read.classes)]
-    return ImageData(train, held_out, names, COLOUR, opened.fingerprint())
+    return ImageData(train, held_out, names, COLOR, opened.fingerprint())
 
 
 def _mixed(samples: Dataset[Any]) -> Dataset[Any]:
@@ -382,9 +382,9 @@ def crop(images: Tensor, size: int, move: bool, flip: bool) -> Tensor:
     return cut.permute(0, 3, 1, 2).contiguous()
 
 
-def normalise(images: Tensor, normalisation: Normalisation) -> Tensor:
+def normalize(images: Tensor, normalization: Normalization) -> Tensor:
     """Args: images: (N, C, H, W) uint8. Returns: float32, mean about 0, deviation about 1."""
-    mean, std = (torch.tensor(values, device=images.device) for values in normalisation)
+    mean, std = (torch.tensor(values, device=images.device) for values in normalization)
     return (images.float() / 255 - mean[:, None, None]) / std[:, None, None]
 
 

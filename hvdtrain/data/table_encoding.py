@@ -300,7 +300,7 @@ class _Found:
 
 
 def _quantiles(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Up to 64 distinct values of the sample, with about equally many rows between neighbours."""
+    """Up to 64 distinct values of the sample, with about equally many rows between neighbors."""
     known = np.sort(values[~np.isnan(values)])
     places = np.linspace(0, len(known) - 1, _EDGES).round().astype(np.int64)
     return np.unique(known[places])

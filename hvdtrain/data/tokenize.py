@@ -1,7 +1,7 @@
 """Tokenization of text to flat token files, shared among any number of ranks.
 
 The tokens of a split's files are concatenated, sorted by path, so the result does not depend on
-the world size. A rank processes neighbouring files and writes their tokens to its own temporary
+the world size. A rank processes neighboring files and writes their tokens to its own temporary
 file. Rank 0's temporary file is the beginning of the final file; the other ranks append theirs. A
 rank holds one file's text and tokens at a time.
 """

@@ -69,7 +69,7 @@ class Examination:
 
 # Up to _MOST_LINKS directions have a line each; otherwise only the _SLOWEST_LINKS slowest.
 _MOST_LINKS, _SLOWEST_LINKS = 32, 8
-_COLOURS = {ERROR: "bold red"}
+_COLORS = {ERROR: "bold red"}
 
 
 def as_json(findings: Sequence[Diagnosis], **more: Any) -> str:
@@ -101,7 +101,7 @@ def _table(findings: Sequence[Diagnosis]) -> Table:
     for name in ("", "", "check", "where", "problem, and why it matters"):
         table.add_column(name, no_wrap=name in ("", "check"), overflow="fold")
     for number, finding in enumerate(findings, start=1):
-        severity = Text(finding.severity, _COLOURS.get(finding.severity, "yellow"))
+        severity = Text(finding.severity, _COLORS.get(finding.severity, "yellow"))
         what = Text(f"{printable(finding.what)}\n").append(printable(finding.why), "dim")
         where = Text(printable(finding.where))
         table.add_row(str(number), severity, finding.check, where, what)

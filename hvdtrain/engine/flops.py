@@ -31,7 +31,7 @@ class ModelFlops:
     of_sample: float
     peak: float
 
-    def utilisation(self, samples: int, seconds: float, ranks: int) -> float:
+    def utilization(self, samples: int, seconds: float, ranks: int) -> float:
         """MFU of a step with `samples` samples over all ranks."""
         return self.of_sample * samples / (seconds * self.peak * ranks)
 

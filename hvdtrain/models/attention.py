@@ -13,7 +13,7 @@ from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.partial_attention import Documents, Part, Strip, attend_parts
 
 # (q, k, v, dropout probability, documents) -> y. q and y are (batch, heads, time, head_size); k and
-# v may have fewer heads, each shared by the same number of neighbouring heads of q. `documents`
+# v may have fewer heads, each shared by the same number of neighboring heads of q. `documents`
 # (batch, time) numbers the documents in a sequence, which do not see each other; None: only one.
 Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
 

@@ -1,6 +1,6 @@
 """A GPT: decoder-only transformer, pre-norm.
 
-Architecture and initialisation follow GPT-2 (Radford et al., 2019, "Language Models are
+Architecture and initialization follow GPT-2 (Radford et al., 2019, "Language Models are
 Unsupervised Multitask Learners"): weights ~ N(0, 0.02), weights that write into the residual stream
 scaled by 1/sqrt(2 layers), biases 0. With rotary positions, RMSNorm, SwiGLU and no biases it has
 Llama's architecture (Touvron et al., arXiv:2307.09288).
@@ -103,8 +103,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model.
 
-    Its parameters are initialised from torch's seed (`torch.manual_seed`). A model created on the
-    meta device gets memory from `to_empty` and values from `initialise`.
+    Its parameters are initialized from torch's seed (`torch.manual_seed`). A model created on the
+    meta device gets memory from `to_empty` and values from `initialize`.
 
     Args:
         config: sizes; `vocab_size` must be set.
@@ -136,11 +136,11 @@ class GPT(nn.Module):
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
         if not self.embedding.weight.is_meta:
-            self.initialise(torch.initial_seed())
+            self.initialize(torch.initial_seed())
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
-        """Initialise each parameter to a value that depends only on the seed and its name."""
+    def initialize(self, seed: int) -> None:
+        """Initialize each parameter to a value that depends only on the seed and its name."""
         device = next(self.parameters()).device  # a stage of a pipeline has no embedding
         self.cos, self.sin = (table.to(device) for table in rotary_tables(self.config))
         for name, parameter in self.named_parameters():

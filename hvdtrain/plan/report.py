@@ -102,20 +102,20 @@ def command(plan: PlanResult, placed: Placed) -> str:
 # --- plot of the efficiency --------------------------------------------------
 
 
-_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
+_COLORS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
 _MARKS = {"compute": "o", "bandwidth": "s", "latency": "^", "uneven": "D"}
 
 
 def plan_svg(plan: PlanResult) -> str:
     """Return a standalone SVG: a line per exchange, with marks for the limiting resource."""
     with canvas(3.5, above=0.7) as (axes, svg):
-        for strategy, colour in zip(plan.terms.strategies, _COLOURS, strict=False):
+        for strategy, color in zip(plan.terms.strategies, _COLORS, strict=False):
             found = [one for _, one in plan.scaling if one.strategy == strategy]
             ranks = [one.ranks for one in found]
-            axes.plot(ranks, [one.efficiency for one in found], color=colour, label=strategy)
+            axes.plot(ranks, [one.efficiency for one in found], color=color, label=strategy)
             for one in found:
                 mark = _MARKS[one.limit]
-                axes.plot([one.ranks], [one.efficiency], mark, color=colour, markersize=5)
+                axes.plot([one.ranks], [one.efficiency], mark, color=color, markersize=5)
         for limit, mark in _MARKS.items():
             if any(one.limit == limit for _, one in plan.scaling):
                 axes.plot([], [], mark, color=GREY, label=f"limited by {limit}", linestyle="none")

@@ -31,7 +31,7 @@ from hvdtrain.plan.job import JobProfile, StrategyCost, buckets_of, require_micr
 from hvdtrain.plan.predict import STRATEGIES
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime import environment
-from hvdtrain.runtime.init import initialise
+from hvdtrain.runtime.init import initialize
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.tasks import Datasets, Task, first_batch
 
@@ -45,7 +45,7 @@ _PASSES = 5  # passes measured gradient by gradient
 def main(flags: Sequence[str]) -> int:
     try:
         environment.prepare()
-        job = measured(flags, initialise())
+        job = measured(flags, initialize())
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -10,7 +10,7 @@ from matplotlib.ticker import NullFormatter
 from hvdtrain.report import units
 from hvdtrain.report.draw import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, canvas, legend
 
-_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
+_COLORS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
 # One per side: the second six are dashed.
 _LINES = tuple(product(("-", "--"), (BLUE, ORANGE, GREEN, PURPLE, RED, GREY)))
 
@@ -22,8 +22,8 @@ def bandwidth_svg(sides: Mapping[str, Mapping[int, float]]) -> str:
         sides: name -> bytes -> GB/s.
     """
     with canvas(3.5, above=0.5) as (axes, svg):
-        for (side, by_size), colour in zip(sides.items(), _COLOURS, strict=False):
-            axes.plot(list(by_size), list(by_size.values()), "o-", color=colour, label=side)
+        for (side, by_size), color in zip(sides.items(), _COLORS, strict=False):
+            axes.plot(list(by_size), list(by_size.values()), "o-", color=color, label=side)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(
@@ -45,9 +45,9 @@ def loss_svg(sides: Mapping[str, Sequence[tuple[float, float]]]) -> str:
         sides: name -> (seconds, loss) of each step.
     """
     with canvas(3.5, above=0.5) as (axes, svg):
-        for (side, points), (style, colour) in zip(sides.items(), _LINES, strict=False):
+        for (side, points), (style, color) in zip(sides.items(), _LINES, strict=False):
             seconds, losses = zip(*points, strict=True)
-            axes.plot(seconds, losses, style, color=colour, label=side)
+            axes.plot(seconds, losses, style, color=color, label=side)
         axes.set_xlim(left=0)
         axes.set_xlabel("seconds of training")
         axes.set_ylabel("training loss, mean of 10 steps")

@@ -12,7 +12,7 @@ from hvdtrain.report.draw import (
     BLUE,
     GREY,
     ORANGE,
-    PHASE_COLOURS,
+    PHASE_COLORS,
     Plot,
     canvas,
     legend,
@@ -77,8 +77,8 @@ def plots(a: RecordedRun, b: RecordedRun, metrics: tuple[Metrics, Metrics]) -> l
 def _overlay(a: RecordedRun, b: RecordedRun, name: str, ylabel: str, title: str) -> Plot | None:
     with canvas(2.4, above=0.4) as (axes, svg):
         drawn = [
-            line(axes, run.steps["step"], run.steps[name], colour, f"{letter}: {run.name}")
-            for run, letter, colour in ((a, "A", BLUE), (b, "B", ORANGE))
+            line(axes, run.steps["step"], run.steps[name], color, f"{letter}: {run.name}")
+            for run, letter, color in ((a, "A", BLUE), (b, "B", ORANGE))
         ]
         if drawn == [None, None]:
             return None
@@ -107,8 +107,8 @@ def _phase_bars(metrics: tuple[Metrics, Metrics]) -> Plot | None:
         left = [0.0, 0.0]
         for phase in phases(a, b):
             widths = [(per_step(f, phase) or 0.0) * 1e3 for f in metrics]
-            colour = PHASE_COLOURS.get(phase, GREY)
-            axes.barh(["A", "B"], widths, left=left, color=colour, label=phase)
+            color = PHASE_COLORS.get(phase, GREY)
+            axes.barh(["A", "B"], widths, left=left, color=color, label=phase)
             left = [x + width for x, width in zip(left, widths, strict=True)]
         axes.invert_yaxis()
         axes.grid(False, axis="y")

@@ -1,4 +1,4 @@
-"""Drawing of plots: small SVG in the page's text colour, so that it is legible in dark mode."""
+"""Drawing of plots: small SVG in the page's text color, so that it is legible in dark mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvdtrain.report.run import Column, RecordedRun
 
 COLUMNS = 500
 ROWS = 128
-# Placeholder for the page's text colour, which only the page knows.
+# Placeholder for the page's text color, which only the page knows.
 INK = "#010203"
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
     "#3b82c4",
@@ -31,7 +31,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
     "#a06bd0",
     "#8a8a8a",
 )
-PHASE_COLOURS = {
+PHASE_COLORS = {
     "data": "#d4a017",
     "forward": "#3b82c4",
     "backward": "#7db3e0",
@@ -183,15 +183,15 @@ def _svg(figure: Figure) -> str:
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'role="img"', svg, count=1)
 
 
-def line(axes: Axes, x: Column, y: Column, colour: str, label: str | None = None) -> Band | None:
+def line(axes: Axes, x: Column, y: Column, color: str, label: str | None = None) -> Band | None:
     """Draw the median of each bin as a line over the band of all values; None if there are none."""
     found = band(x, y)
     if not len(found.x):
         return None
     marker = "o" if len(found.x) < 40 else None
-    axes.plot(found.x, found.middle, color=colour, label=label, marker=marker, markersize=3)
+    axes.plot(found.x, found.middle, color=color, label=label, marker=marker, markersize=3)
     if not found.exact:
-        axes.fill_between(found.x, found.low, found.high, color=colour, alpha=0.25, linewidth=0)
+        axes.fill_between(found.x, found.low, found.high, color=color, alpha=0.25, linewidth=0)
     return found
 
 
@@ -227,7 +227,7 @@ def legend(axes: Axes, columns: int) -> None:
 
 
 def scale_above(axes: Axes, scale: ScalarMappable, label: str, mark: float | None) -> None:
-    """Draw a colour scale above the right end of the plot, with a line at `mark`."""
+    """Draw a color scale above the right end of the plot, with a line at `mark`."""
     figure, place = axes.get_figure(root=True), axes.get_position()
     assert figure is not None
     inch = 1 / figure.get_figheight()

@@ -16,7 +16,7 @@ from hvdtrain.report.draw import (
     GREEN,
     GREY,
     ORANGE,
-    PHASE_COLOURS,
+    PHASE_COLORS,
     PURPLE,
     RED,
     Plot,
@@ -81,13 +81,13 @@ def _progress(run: RecordedRun, metrics: Metrics) -> Plot | None:
     begin = run.ledger.began
     scale, unit = _clock(metrics["wall_seconds"])
     with canvas(2.0, above=0.5) as (axes, svg):
-        for kept, colour, label in ((True, BLUE, "steps that count"), (False, RED, "rolled back")):
+        for kept, color, label in ((True, BLUE, "steps that count"), (False, RED, "rolled back")):
             named: str | None = label
             pieces = [_some([li for li in g.lines if li.kept == kept]) for g in generations]
             for lines in filter(None, pieces):
                 times = [(li.time - begin) / scale for li in lines]
                 steps = [li.step for li in lines]
-                axes.plot(times, steps, color=colour, label=named, linewidth=2.4)
+                axes.plot(times, steps, color=color, label=named, linewidth=2.4)
                 named = None  # one entry in the legend
         for number, restart in enumerate(metrics["restarts"], start=1):
             before = generations[number - 1]
@@ -173,8 +173,8 @@ def _phases(run: RecordedRun, metrics: Metrics) -> Plot | None:
     with canvas(2.5, above=0.35) as (axes, svg):
         below = np.zeros(len(starts))
         for phase, height in zip(ranks.phases, bars, strict=True):
-            colour = PHASE_COLOURS.get(phase, GREY)
-            axes.bar(starts, height, group * 0.8, below, align="center", color=colour, label=phase)
+            color = PHASE_COLORS.get(phase, GREY)
+            axes.bar(starts, height, group * 0.8, below, align="center", color=color, label=phase)
             below += height
         axes.set_xlim(-0.6 * group, starts[-1] + 0.6 * group)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -281,7 +281,7 @@ def build_passes(config: Config, components: RunComponents, context: RankContext
 
 
 def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
-    """Build the task's model, initialised from the seed.
+    """Build the task's model, initialized from the seed.
 
     Raises:
         UserError: the model cannot be trained, or a name in optim.freeze matches nothing in it.

@@ -86,8 +86,8 @@ def with_micro_size(config: Config, trial: Trial, topology: Topology) -> Config:
     batch, ranks = config.batch, topology.world_size
     most = max(1, batch.global_size // ranks)
     sizes = [n for n in range(1, most + 1) if batch.global_size % n == 0]
-    neighbours = len(topology.ranks_by_host()[topology.host])
-    need = on_all_ranks("memory.fit", lambda: _Need(trial, neighbours))
+    neighbors = len(topology.ranks_by_host()[topology.host])
+    need = on_all_ranks("memory.fit", lambda: _Need(trial, neighbors))
 
     def share(samples: int) -> float:
         own = on_all_ranks("memory.fit", lambda: need.share(samples))
@@ -137,7 +137,7 @@ class _Need:
     """Memory that passes need, as a share of the memory available to this rank.
 
     Args:
-        neighbours: number of ranks on this host, which share its memory.
+        neighbors: number of ranks on this host, which share its memory.
 
     Attributes:
         at_least: the share of gradients and optimizer state.
@@ -146,7 +146,7 @@ class _Need:
         UserError: the training data is an IterableDataset, which cannot be read in advance.
     """
 
-    def __init__(self, trial: Trial, neighbours: int) -> None:
+    def __init__(self, trial: Trial, neighbors: int) -> None:
         if has_own_order(trial.datasets.train):
             raise UserError(
                 "memory.fit reads samples before training, but an IterableDataset can only be read "
@@ -162,7 +162,7 @@ class _Need:
             free += torch.cuda.memory_reserved(self._device) - self._before
         else:
             self._before = psutil.Process().memory_info().rss
-            free = machine.free_memory() // neighbours
+            free = machine.free_memory() // neighbors
         self._room = _SHARE * max(free, 1)
         self.at_least = (self._later + sum(p.nbytes for p in parameters)) / self._room
 

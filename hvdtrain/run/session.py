@@ -61,7 +61,7 @@ from hvdtrain.runtime import environment, heartbeat, notices
 from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json
 from hvdtrain.runtime.failure import abort_all_ranks, force_exit
 from hvdtrain.runtime.heartbeat import Activity
-from hvdtrain.runtime.init import abort_collectives, initialise, shut_down
+from hvdtrain.runtime.init import abort_collectives, initialize, shut_down
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.untrusted import printable_lines
@@ -134,7 +134,7 @@ class Session:
         # None until a generation builds them, if the strategy rebuilds.
         self._components: RunComponents | None = None
         self._threads = settings.config.runtime.threads
-        self.topology = initialise(self._threads)
+        self.topology = initialize(self._threads)
 
     def _start_watchdog(self, settings: Settings) -> KeptWatchdog | None:
         if environment.launched_size() in (None, 1) and not environment.elastic():
@@ -349,7 +349,7 @@ class Rejoin:
             self.persistent.phase = RENDEZVOUS
             try:
                 with heartbeat.HEARTBEAT.waiting():
-                    return initialise(self.launched.settings.config.runtime.threads)
+                    return initialize(self.launched.settings.config.runtime.threads)
             except RankLostError as error:
                 logger.warning("a rank died during the rendezvous, or cannot be reached: %s", error)
                 failure = Failure(RENDEZVOUS, str(error))

@@ -33,9 +33,9 @@ def choose_device(topology: Topology, device_index: int | None = None) -> torch.
     visible = gather_json(visible_here, "gpus")
     if not visible_here:
         return torch.device("cpu")
-    neighbours = topology.ranks_by_host()[topology.host]
+    neighbors = topology.ranks_by_host()[topology.host]
     # By UUID: under srun each rank numbers its own GPU 0.
-    others = {gpu for rank in neighbours if rank != topology.rank for gpu in visible[rank]}
+    others = {gpu for rank in neighbors if rank != topology.rank for gpu in visible[rank]}
     own = others.isdisjoint(visible_here)
     index = device_index if device_index is not None else 0 if own else topology.local_rank
     if index >= len(visible_here):
@@ -134,7 +134,7 @@ def widened(values: torch.Tensor) -> torch.Tensor:
 
 
 def seed_all(*key: int) -> None:
-    """Seed torch (including CUDA if initialised), numpy and random from integers >= 0.
+    """Seed torch (including CUDA if initialized), numpy and random from integers >= 0.
 
     Before each micro-batch is loaded, the key is (seed, step, number of the micro-batch). A dataset
     and dropout therefore draw the same numbers for any number of ranks, on any rank that works on
@@ -143,7 +143,7 @@ def seed_all(*key: int) -> None:
     """
     words = np.random.SeedSequence(key).generate_state(2, dtype=np.uint32)
     seed = int(words[0]) << 31 ^ int(words[1])
-    # Not torch.manual_seed: for a device that is not initialised, it formats the caller's stack
+    # Not torch.manual_seed: for a device that is not initialized, it formats the caller's stack
     # for later seeding, which takes ten times as long as everything else here.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():

@@ -99,7 +99,7 @@ def _end_others(code: int) -> None:
     if hvd.mpi_enabled():
         import mpi4py
 
-        # Horovod has initialised MPI; mpi4py only provides MPI_Abort.
+        # Horovod has initialized MPI; mpi4py only provides MPI_Abort.
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
 

@@ -19,7 +19,7 @@ from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.work import HOROVOD, threads_named
 
 
-def initialise(threads: int = 0) -> Topology:
+def initialize(threads: int = 0) -> Topology:
     """Start Horovod and return the topology; call `environment.prepare` first.
 
     Args:
@@ -60,7 +60,7 @@ def _set_threads(cores: int, sharers: int) -> None:
         torch.set_num_threads(max(1, cores // sharers))
 
 
-def is_initialised() -> bool:
+def is_initialized() -> bool:
     """Whether Horovod was started in this process."""
     return bool(hvd.is_initialized())
 

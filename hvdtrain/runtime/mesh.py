@@ -82,14 +82,14 @@ class Grid:
         before: Sequence[int | None] = (),
         holders: Sequence[int] = (),
     ) -> Grid:
-        """Return the grid whose neighbours share a host, as far as a host has enough ranks.
+        """Return the grid whose neighbors share a host, as far as a host has enough ranks.
 
         Args:
             hosts: of each rank.
             degrees: of each axis of a replica.
             place: the axes; the first one has priority to stay inside a host.
             before: index of each rank's previous shard, as in `shard`, or None. A rank keeps its
-                index unless too many ranks have it; this has priority over neighbours on a host.
+                index unless too many ranks have it; this has priority over neighbors on a host.
             holders: ranks that hold a shard that the run needs: they have priority to keep it.
 
         Raises:

@@ -73,7 +73,7 @@ class Task(Protocol):
         ...
 
     def model(self) -> nn.Module:
-        """The model on the CPU, freshly initialised; the seed is set before the call."""
+        """The model on the CPU, freshly initialized; the seed is set before the call."""
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class TextData:
     """Data of a run.
 
     Args:
-        datasets: samples as in TokenWindows, Answers or LabelledTexts.
+        datasets: samples as in TokenWindows, Answers or LabeledTexts.
         context: maximum tokens per sample that the model sees.
         tokenizer: None if the data is already tokenized.
         classes: of a classifier.
@@ -124,8 +124,8 @@ def _of_lines(config: HuggingFaceTaskConfig, directory: ModelDirectory, context:
         return TextData(Datasets(*answers, fingerprint), context, tokenizer)
     classes = Classes(_labels(config, directory, train), padding)
     texts = (
-        LabelledTexts(train, keys, tokens, classes.labels),
-        LabelledTexts(validation, keys, tokens, classes.labels),
+        LabeledTexts(train, keys, tokens, classes.labels),
+        LabeledTexts(validation, keys, tokens, classes.labels),
     )
     return TextData(Datasets(*texts, fingerprint), context, tokenizer, classes)
 
@@ -368,7 +368,7 @@ class Answers(Dataset[tuple[Tensor, Tensor]]):
         return ids, first
 
 
-class LabelledTexts(Dataset[tuple[Tensor, int, int]]):
+class LabeledTexts(Dataset[tuple[Tensor, int, int]]):
     """Sample: int64 (context,) tokens, padded at the end; their number; the label's number.
 
     Args:

@@ -218,7 +218,7 @@ def build(
     """The model, in train mode.
 
     Args:
-        weights: load the directory's weights; else initialise randomly.
+        weights: load the directory's weights; else initialize randomly.
 
     Raises:
         UserError: transformers has no such model, or the weights are missing or do not fit.
@@ -331,7 +331,7 @@ def build_trained(
 
     Args:
         classes: of a classifier.
-        weights: load the directory's weights; else initialise randomly.
+        weights: load the directory's weights; else initialize randomly.
 
     Raises:
         UserError: there is no such model, or it does not support the adapters.

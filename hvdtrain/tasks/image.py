@@ -161,16 +161,16 @@ class Image:
 
     def model(self) -> nn.Module:
         from hvdtrain.models.vision import ResNet, VisionTransformer
-        from hvdtrain.tasks.sync_batchnorm import synchronise
+        from hvdtrain.tasks.sync_batchnorm import synchronize
 
         assert self._data is not None
         config, classes = self.config, len(self._data.classes)
-        channels = len(self._data.normalisation.mean)
+        channels = len(self._data.normalization.mean)
         if config.model == "vit":
             return VisionTransformer(config.side, config.patch_side, channels, classes)
         model = ResNet(config.model, config.side, channels, classes)
         if config.sync_batchnorm:
-            synchronise(model)
+            synchronize(model)
         return model
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -211,13 +211,13 @@ class Image:
         return {"loss": loss, "top1": (top1, count), "top5": (top5, count)}
 
     def _prepared(self, images: Tensor, training: bool) -> Tensor:
-        from hvdtrain.data.images import crop, normalise
+        from hvdtrain.data.images import crop, normalize
 
         assert self._data is not None
         config = self.config
         flip = config.flip if config.flip is not None else config.data is not None
         cut = crop(images, config.side, training and config.crop, training and flip)
-        return normalise(cut, self._data.normalisation)
+        return normalize(cut, self._data.normalization)
 
     def _check(self, model: nn.Module, count: int) -> None:
         if model.training and count == 1 and self.config.model != "vit":

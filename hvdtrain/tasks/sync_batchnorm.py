@@ -53,7 +53,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(x)
         _check_micro_batches()
-        normalised, mean, var, count = _Normalise.apply(x, self.eps, self._name)
+        normalized, mean, var, count = _Normalize.apply(x, self.eps, self._name)
         with torch.no_grad():
             assert self.num_batches_tracked is not None
             assert self.running_mean is not None and self.running_var is not None
@@ -64,11 +64,11 @@ class SyncBatchNorm(_BatchNorm):
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
         shape = (1, -1, *[1] * (x.dim() - 2))
-        scaled: Tensor = normalised * self.weight.view(shape) + self.bias.view(shape)
+        scaled: Tensor = normalized * self.weight.view(shape) + self.bias.view(shape)
         return scaled.to(x.dtype)
 
 
-def synchronise(model: nn.Module) -> int:
+def synchronize(model: nn.Module) -> int:
     """Replace each BatchNorm of a model; return the number of replaced layers."""
     found = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
     for name, module in found:
@@ -88,7 +88,7 @@ def _check_micro_batches() -> None:
     )
 
 
-class _Normalise(Function):
+class _Normalize(Function):
     """x -> (x - mean) / sqrt(var + eps), with mean and variance over all ranks."""
 
     @staticmethod
@@ -106,18 +106,18 @@ class _Normalise(Function):
         var = (square - mean.square()).clamp_(min=0)
         shape = (1, -1, *[1] * (x.dim() - 2))
         scale = (var + eps).rsqrt()
-        normalised = (wide - mean.to(wide.dtype).view(shape)) * scale.to(wide.dtype).view(shape)
-        ctx.save_for_backward(normalised, scale)
+        normalized = (wide - mean.to(wide.dtype).view(shape)) * scale.to(wide.dtype).view(shape)
+        ctx.save_for_backward(normalized, scale)
         ctx.axes, ctx.shape, ctx.total, ctx.name, ctx.dtype = axes, shape, total, name, x.dtype
         ctx.mark_non_differentiable(mean, var)
-        return normalised, mean, var, total
+        return normalized, mean, var, total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None]:
-        normalised, scale = ctx.saved_tensors
+        normalized, scale = ctx.saved_tensors
         axes, shape = ctx.axes, ctx.shape
-        own = torch.cat((grad.sum(axes), (grad * normalised).sum(axes))).double()
+        own = torch.cat((grad.sum(axes), (grad * normalized).sum(axes))).double()
         sums = comm.all_reduce(own, name=f"{ctx.name}.backward") / ctx.total
         mean, along = (part.to(grad.dtype).view(shape) for part in sums.chunk(2))
-        inner = grad - mean - normalised * along
+        inner = grad - mean - normalized * along
         return (inner * scale.to(grad.dtype).view(shape)).to(ctx.dtype), None, None

@@ -27,7 +27,7 @@ from hvdtrain.data.tables import (
 )
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.collectives import gather_json
-from hvdtrain.runtime.init import is_initialised, own_position
+from hvdtrain.runtime.init import is_initialized, own_position
 from hvdtrain.runtime.mpi import Alone, RankGroup, on_all_ranks
 from hvdtrain.tasks.tabular_config import TabularConfig
 
@@ -70,7 +70,7 @@ def load(config: TabularConfig) -> TabularData:
     Raises:
         UserError: the table is invalid; for data that is read in shares, on all ranks.
     """
-    ranks: RankGroup = RanksOfRun() if is_initialised() else Alone()
+    ranks: RankGroup = RanksOfRun() if is_initialized() else Alone()
     table, wanted = open_training(config, ranks)
     columns = scan_columns(config, table, wanted, ranks)
     _check_label(config, columns.label)
@@ -82,8 +82,8 @@ def load(config: TabularConfig) -> TabularData:
         again = read_rows(other, wanted, columns, None)
         held_out, unseen = again.train, again.unseen[0]
     notes = _notes(columns, (read.unseen[0], unseen))
-    train = _labelled("training", read.train, columns.label, notes)
-    validation = _labelled("validation", held_out, columns.label, notes)
+    train = _labeled("training", read.train, columns.label, notes)
+    validation = _labeled("validation", held_out, columns.label, notes)
     if config.label_fraction < 1:
         train = _some(train, max(1, round(len(train.labels) * config.label_fraction)))
         notes.append(
@@ -261,7 +261,7 @@ def _check_label(config: TabularConfig, label: Column | None) -> None:
         )
 
 
-def _labelled(which: str, rows: Rows, label: Column | None, notes: list[str]) -> Rows:
+def _labeled(which: str, rows: Rows, label: Column | None, notes: list[str]) -> Rows:
     """Drop the rows without a label."""
     if label is None:
         return rows

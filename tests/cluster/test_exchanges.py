@@ -138,7 +138,7 @@ def test_hierarchical_all_reduce_is_exact(cluster: Cluster, launcher: str) -> No
 def test_local_sgd_loses_at_most_one_period_when_ranks_are_killed(
     job: Callable[..., ElasticJob], cluster: Cluster, runs: Path
 ) -> None:
-    # After each synchronisation the ranks' states are compared.
+    # After each synchronization the ranks' states are compared.
     flags = "--exchange.sync_every 8 --exchange.outer nesterov --train.replica_check_every 1"
     flags += f" --train.steps {STEPS}"
     running = job(arguments=flags)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.runtime.init import initialise
+from hvdtrain.runtime.init import initialize
 from hvdtrain.runtime.mesh import Topology
 
 
 @pytest.fixture(scope="session")
 def topology() -> Topology:
     """Horovod is started once in a process."""
-    return initialise()
+    return initialize()
 
 
 @pytest.fixture(autouse=True)

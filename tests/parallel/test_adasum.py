@@ -49,7 +49,7 @@ def _gradients(rank: int) -> dict[str, Tensor]:
 
 
 def _adasum(gradients: list[Tensor]) -> Tensor:
-    """Pairs of neighbours, then pairs of pairs."""
+    """Pairs of neighbors, then pairs of pairs."""
     if len(gradients) == 1:
         return gradients[0]
     pairs = zip(gradients[::2], gradients[1::2], strict=True)

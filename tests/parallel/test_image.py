@@ -15,7 +15,7 @@ from hvdtrain.engine.config import EvalConfig
 from hvdtrain.errors import CollectiveError
 from hvdtrain.runtime.mesh import Group, Topology
 from hvdtrain.tasks.image import Image, ImageTaskConfig
-from hvdtrain.tasks.sync_batchnorm import synchronise
+from hvdtrain.tasks.sync_batchnorm import synchronize
 from tests.support.contexts import replicated
 
 SAMPLES, FEATURES, CPU = 6, 5, torch.device("cpu")
@@ -35,7 +35,7 @@ def test_batchnorm_statistics_and_gradients_cover_the_global_batch(
     topology: Topology, dtype: torch.dtype, dimensions: int
 ) -> None:
     whole, parts = _layers(dimensions).to(dtype), _layers(dimensions).to(dtype)
-    assert synchronise(parts) == (1 if dimensions == 2 else 2)
+    assert synchronize(parts) == (1 if dimensions == 2 else 2)
     assert parts.state_dict().keys() == whole.state_dict().keys()
     shape = (topology.world_size * SAMPLES, FEATURES, *[6] * (dimensions - 2))
     mine = slice(topology.rank * SAMPLES, (topology.rank + 1) * SAMPLES)
@@ -67,7 +67,7 @@ def test_synchronized_batchnorm_requires_exactly_one_micro_batch(
     topology: Topology,
 ) -> None:
     model = _layers(2)
-    synchronise(model)
+    synchronize(model)
     batches = [torch.randn(SAMPLES, FEATURES) for _ in range(2)]
     with pytest.raises(CollectiveError, match=r"exactly one micro-batch .* not 2: set batch"):
         for batch in comm.COLLECTIVES.micro_batches(iter(batches), in_common=2, most=2):

@@ -369,7 +369,7 @@ def test_missing_metrics_line_before_a_failure_is_reported(history: History) -> 
 @pytest.mark.parametrize(
     ("at", "back", "message"),
     [
-        (21, 5, None),  # to the synchronisation before
+        (21, 5, None),  # to the synchronization before
         (24, 8, None),  # the rank that had done this one is gone
         (21, 0, None),  # it was made there, as others joined
         (21, 4, "the ranks had no common state at that step"),

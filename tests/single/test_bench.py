@@ -165,7 +165,7 @@ EVENTS = [
 )
 def test_recovery_pause_starts_at_the_kill_or_a_later_step_end(last: float, pause: float) -> None:
     lines = [{"time": t} for t in (9.0, last, 11.25, 19.5, 20.5, 21.0)]
-    expected = Recovery(pause=pause, initialisation=0.25, joining=1.0, whole=10.0)
+    expected = Recovery(pause=pause, initialization=0.25, joining=1.0, whole=10.0)
     assert recovered(lines, EVENTS, since=10.5, np=4) == expected
 
 

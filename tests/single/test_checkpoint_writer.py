@@ -28,7 +28,7 @@ from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints, Saving
 from hvdtrain.engine.state import ALONE
-from hvdtrain.runtime.init import initialise
+from hvdtrain.runtime.init import initialize
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.phases import PhaseTimer
 from tests.support.job import Finished
@@ -44,7 +44,7 @@ def _one_rank() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOROVOD_CONTROLLER", "gloo")
         patch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
-        initialise()
+        initialize()
         yield
 
 

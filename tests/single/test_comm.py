@@ -117,7 +117,7 @@ def test_collective_that_another_rank_never_calls_times_out(tmp_path: Path) -> N
 def test_script_cannot_use_comm_under_an_elastic_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     # Another test of this process may have started Horovod.
-    monkeypatch.setattr("hvdtrain.comm.process.is_initialised", lambda: False)
+    monkeypatch.setattr("hvdtrain.comm.process.is_initialized", lambda: False)
     with pytest.raises(comm.CollectiveError, match=r"comm\.size: .* cannot be elastic"):
         comm.size()
 

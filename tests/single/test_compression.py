@@ -20,7 +20,7 @@ from hvdtrain.exchange.bucketed import Residuals
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.exchange.powersgd import orthonormal, powersgd_exchange
-from hvdtrain.runtime.init import initialise
+from hvdtrain.runtime.init import initialize
 from tests.support.runs import TINY, TRAIN, environment, losses, run, start, train, weights
 
 STEPS, HALF = 100, 50
@@ -93,7 +93,7 @@ def test_resume_on_fewer_ranks_sums_their_residuals(root: Path) -> None:
 
 @pytest.mark.parametrize("name", ["float16", "powersgd"])
 def test_start_over_resets_the_exchange_state(name: str) -> None:
-    initialise()
+    initialize()
     model = torch.nn.Linear(20, 20)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exchange: Exchange = (

@@ -38,7 +38,7 @@ def test_ranks_are_contiguous_and_grouped_by_host(places: list[tuple[str, int]])
     plan = assign(_processes(places))
     assert [slot.rank for slot in plan] == list(range(len(places)))
     hosts = [slot.hostname for slot in plan]
-    assert hosts == sorted(hosts, key=hosts.index), "the ranks of a host are not neighbours"
+    assert hosts == sorted(hosts, key=hosts.index), "the ranks of a host are not neighbors"
     for slot in plan:
         assert slot.size == len(places)
         assert slot.local_size == hosts.count(slot.hostname)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hvdtrain.audit.same import compare
 from hvdtrain.cli import main
 from hvdtrain.exchange.exact import UNIT, exact_exchange
-from hvdtrain.runtime.init import initialise
+from hvdtrain.runtime.init import initialize
 from tests.support.job import Finished
 from tests.support.runs import TINY, metrics, run, train, weights
 
@@ -33,7 +33,7 @@ def _one_rank() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOROVOD_CONTROLLER", "gloo")
         patch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
-        initialise()
+        initialize()
         yield
 
 

@@ -35,7 +35,7 @@ def test_flops_count_matrix_products_without_changing_the_model() -> None:
     assert found == 3 * 2 * 4 * FEATURES
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None and not p.is_meta for p in model.parameters())
-    assert ModelFlops(found, peak=1e6).utilisation(10, 0.5, ranks=2) == found * 10 / 1e6
+    assert ModelFlops(found, peak=1e6).utilization(10, 0.5, ranks=2) == found * 10 / 1e6
 
 
 class _Looking(Regression):

@@ -131,7 +131,7 @@ def test_initial_values_are_independent_of_depth_and_device() -> None:
     deeper = dict(GPT(replace(SMALL, layers=5)).named_parameters())
     with torch.device("meta"):
         late = GPT(SMALL)
-    late.to_empty(device="cpu").initialise(3)
+    late.to_empty(device="cpu").initialize(3)
     for name, parameter in late.named_parameters():
         assert torch.equal(parameter, made[name]), name
         if not name.endswith(("attention.out.weight", "down.weight")):  # scaled by the depth

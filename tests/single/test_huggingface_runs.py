@@ -18,7 +18,7 @@ from hvdtrain.data.tokens import TokenWindows
 from hvdtrain.run.data import build_data
 from tests.support.job import Job
 from tests.support.runs import CORPUS, TRAIN, environment, losses, metrics, run, weights
-from tests.support.transformer_directories import answers, labelled, make
+from tests.support.transformer_directories import answers, labeled, make
 
 STEPS, GLOBAL, MICRO, CONTEXT, LR, SEED = 8, 12, 2, 24, 2e-3, 1234
 COMMON = (
@@ -30,7 +30,7 @@ COMMON = (
 LEARNT = {
     "llama": f"--huggingface.context {CONTEXT} --data.train {CORPUS}",
     "gpt2": "--huggingface.learn answers --data.train {root}/answers.jsonl --lora.rank 4",
-    "bert": "--huggingface.learn labels --data.train {root}/labelled.jsonl",
+    "bert": "--huggingface.learn labels --data.train {root}/labeled.jsonl",
 }
 
 
@@ -53,7 +53,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directories of models, and of each a run of one rank, alone-LAYOUT."""
     root = tmp_path_factory.mktemp("huggingface")
     answers(root / "answers.jsonl")
-    labelled(root / "labelled.jsonl")
+    labeled(root / "labeled.jsonl")
     for layout in LEARNT:
         make(root / layout, layout)
         _train(root, layout, f"alone-{layout}")

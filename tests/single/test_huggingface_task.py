@@ -31,7 +31,7 @@ from tests.support.runs import CORPUS, REPOSITORY
 from tests.support.transformer_directories import (
     POSITIONS,
     answers,
-    labelled,
+    labeled,
     make,
     write,
 )
@@ -44,7 +44,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make(root / layout, layout)
     make(root / "judge", "llama", "LlamaForSequenceClassification")
     answers(root / "answers.jsonl")
-    labelled(root / "labelled.jsonl")
+    labeled(root / "labeled.jsonl")
     return root
 
 
@@ -101,7 +101,7 @@ def test_answer_loss_excludes_prompt_and_padding(root: Path) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("directory", ["bert", "judge"])
 def test_classification_loss_is_independent_of_padding(root: Path, directory: str) -> None:
-    task = _task(root / directory, "labels", root / "labelled.jsonl")
+    task = _task(root / directory, "labels", root / "labeled.jsonl")
     model, data = task.model().eval(), _data(task)
     samples = sorted((data[i] for i in range(6)), key=lambda sample: sample[1])
     assert samples[0][1] < samples[-1][1]
@@ -162,7 +162,7 @@ def test_activation_checkpointing_keeps_gradients_identical(root: Path, keep: st
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_bfloat16_loss_is_close_to_float32(root: Path, kind: str) -> None:
-    learn, data = ("text", CORPUS) if kind == "llama" else ("labels", root / "labelled.jsonl")
+    learn, data = ("text", CORPUS) if kind == "llama" else ("labels", root / "labeled.jsonl")
     task = _task(root / kind, learn, data)
     model, samples = task.model(), [_data(task)[i] for i in range(4)]
     expected, _ = _loss(task, model, samples)
@@ -175,7 +175,7 @@ def test_bfloat16_loss_is_close_to_float32(root: Path, kind: str) -> None:
 
 def test_sampling_is_repeatable_and_preserves_rng_state(root: Path) -> None:
     for directory, learn in (("llama", "text"), ("gpt2", "answers"), ("bert", "labels")):
-        data = {"answers": root / "answers.jsonl", "labels": root / "labelled.jsonl"}
+        data = {"answers": root / "answers.jsonl", "labels": root / "labeled.jsonl"}
         task = _task(root / directory, learn, data.get(learn, CORPUS))
         model = task.model().eval()
         state = torch.get_rng_state()
@@ -233,7 +233,7 @@ def test_invalid_data_line_is_reported_with_line_number(
 
 @pytest.mark.parametrize(("directory", "learn"), [("gpt2", "answers"), ("bert", "labels")])
 def test_lengths_match_samples(root: Path, directory: str, learn: str) -> None:
-    lines = root / {"answers": "answers.jsonl", "labels": "labelled.jsonl"}[learn]
+    lines = root / {"answers": "answers.jsonl", "labels": "labeled.jsonl"}[learn]
     data = _data(_task(root / directory, learn, lines))
     samples = [data[index] for index in range(len(data))]
     if learn == "answers":  # the last target stands where the last token is
@@ -366,7 +366,7 @@ def test_roberta_context_excludes_reserved_positions(tmp_path: Path) -> None:
     directory = make(tmp_path / "bert", "bert")
     _changed(directory, model_type="roberta", pad_token_id=1)
     with pytest.raises(UserError, match=f"has {POSITIONS - 2} positions"):
-        _task(directory, "labels", labelled(tmp_path / "l.jsonl"), huggingface__context=POSITIONS)
+        _task(directory, "labels", labeled(tmp_path / "l.jsonl"), huggingface__context=POSITIONS)
 
 
 def test_huggingface_hub_is_always_offline() -> None:

@@ -203,9 +203,9 @@ def test_planned_bytes_match_exchange() -> None:
     from torch import nn
 
     from hvdtrain.exchange.build import build_exchange
-    from hvdtrain.runtime.init import initialise
+    from hvdtrain.runtime.init import initialize
 
-    initialise()
+    initialize()
     model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = buckets_of([*model.parameters()], dict.fromkeys(model.parameters(), 0.5))

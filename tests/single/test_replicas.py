@@ -41,7 +41,7 @@ def test_all_processes_are_chosen_if_a_replica_is_one_rank() -> None:
 
 
 def test_intact_replica_is_chosen_over_a_survivor_of_a_broken_one() -> None:
-    # One of host a has died: the replica of host b trains on, whose ranks are neighbours.
+    # One of host a has died: the replica of host b trains on, whose ranks are neighbors.
     left = [_process(0, "a", 2, 0), _process(2, "b", 2, 0), _process(3, "b", 2, 1)]
     assert _chosen(left) == [2, 3]
 

@@ -375,7 +375,7 @@ def test_report_of_a_long_run_stays_within_time_and_memory_limits(tmp_path: Path
     shown = show(page, tmp_path, 4400)
     assert not shown.complaints and not shown.blank_stretches()
     assert f"rank {SLOW} on node{SLOW // 8} in data" in shown.dom
-    # The slow rank is a bar of its own colour in a map that is pale elsewhere.
+    # The slow rank is a bar of its own color in a map that is pale elsewhere.
     assert shown.count("#fd9040", near=16) > 800
 
 

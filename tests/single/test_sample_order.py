@@ -82,7 +82,7 @@ def test_first_sample_is_uniform_over_seeds() -> None:
     assert chi_square < 33.7  # 9 degrees of freedom: beyond it once in 10,000
 
 
-def test_order_is_uncorrelated_with_index_and_neighbours() -> None:
+def test_order_is_uncorrelated_with_index_and_neighbors() -> None:
     order = sample_order(0, 100_000, 100_000, seed=3)
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
     assert abs(np.corrcoef(np.arange(len(order)), order)[0, 1]) < 0.02

@@ -18,12 +18,12 @@ from hvdtrain.elastic import watchdog
 from hvdtrain.elastic.watchdog import KeptWatchdog
 from hvdtrain.runtime import collectives
 from hvdtrain.runtime.heartbeat import HEARTBEAT
-from hvdtrain.runtime.init import initialise
+from hvdtrain.runtime.init import initialize
 
 collectives._SAY_SECONDS = 1.0
 logging.basicConfig(level=logging.INFO)
 kept = KeptWatchdog(partial(watchdog.start, HEARTBEAT, 0.0, "", 0, None))
-rank = initialise().rank
+rank = initialize().rank
 
 def hang():
     threading.Event().wait(40)

@@ -24,7 +24,7 @@ def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _initialise(monkeypatch: pytest.MonkeyPatch, ranks: int) -> int:
+def _initialize(monkeypatch: pytest.MonkeyPatch, ranks: int) -> int:
     """A generation with `ranks` ranks on this host; their answers are simulated: one process asks,
     and the tests' machine may have two cores."""
 
@@ -32,20 +32,20 @@ def _initialise(monkeypatch: pytest.MonkeyPatch, ranks: int) -> int:
         return [value] * ranks
 
     monkeypatch.setattr(init, "gather_json", gather)
-    init.initialise()
+    init.initialize()
     return torch.get_num_threads()
 
 
 def test_thread_count_follows_the_ranks_of_each_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 32)
-    found = [_initialise(monkeypatch, ranks) for ranks in (2, 2, 2, 4, 2, 1, 64)]
+    found = [_initialize(monkeypatch, ranks) for ranks in (2, 2, 2, 4, 2, 1, 64)]
     assert found == [16, 16, 16, 8, 16, 32, 1]
 
 
 def test_thread_count_set_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     torch.set_num_threads(3)
-    assert _initialise(monkeypatch, 2) == 3
+    assert _initialize(monkeypatch, 2) == 3
 
 
 def _write(root: Path, **files: str) -> Path:

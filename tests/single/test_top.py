@@ -134,7 +134,7 @@ class Screen:
         return self.output
 
     def frames(self) -> list[list[str]]:
-        """What was drawn, line by line, without colours."""
+        """What was drawn, line by line, without colors."""
         text = re.sub(r"\x1b\[[0-9;]*m", "", self.read())
         return [frame.split("\r\n") for frame in text.split("\x1b[H")[1:]]
 

@@ -135,8 +135,8 @@ def test_slow_read_of_a_checkpoint_counts_as_progress(rank: StartRank, tmp_path:
 
 def test_horovod_polling_threads_do_not_count_as_work(rank: StartRank, tmp_path: Path) -> None:
     start = (
-        "from hvdtrain.runtime.init import initialise\n"
-        "initialise()\n"
+        "from hvdtrain.runtime.init import initialize\n"
+        "initialize()\n"
         "from hvdtrain.runtime.work import HOROVOD, threads_named\n"
         "names = [p.read_text().strip() for p in Path('/proc/self/task').glob('*/comm')]\n"
         "assert HOROVOD in names and Path('/proc/self/comm').read_text().strip() != HOROVOD\n"

@@ -22,7 +22,7 @@ from hvdtrain.plan.predict import STRATEGIES
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import gather_json
-from hvdtrain.runtime.init import initialise
+from hvdtrain.runtime.init import initialize
 from hvdtrain.runtime.mesh import Topology
 
 WARM_UP_STEPS = 2
@@ -32,7 +32,7 @@ TURNS = 5
 def main(steps: str, text: str) -> int:
     given = json.loads(text)
     environment.prepare()
-    topology = initialise()
+    topology = initialize()
     data = build_data(parse(given["flags"]))
     cells = given["cells"]
     seconds: list[list[float]] = [[] for _ in cells]

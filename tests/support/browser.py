@@ -38,13 +38,13 @@ class Shown:
     complaints: list[str]
     pixels: np.ndarray
 
-    def count(self, colour: str, near: int = 12) -> int:
-        """Pixels that have about this colour, such as #3b82c4."""
-        wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
+    def count(self, color: str, near: int = 12) -> int:
+        """Pixels that have about this color, such as #3b82c4."""
+        wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)])
         return int((np.abs(self.pixels - wanted).max(axis=2) <= near).sum())
 
     def blank_stretches(self, height: int = 300) -> list[int]:
-        """Tops of the stretches of the page that hold next to no colours, up to its last ink."""
+        """Tops of the stretches of the page that hold next to no colors, up to its last ink."""
         background = self.pixels[0, 0]
         inked = np.nonzero((self.pixels != background).any(axis=(1, 2)))[0]
         end = int(inked[-1]) if len(inked) else height

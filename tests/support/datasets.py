@@ -25,18 +25,18 @@ def sales(rows: int = 600) -> pa.Table:
     """
     draw = np.random.default_rng(0)
     price = draw.gamma(2.0, 10.0, rows)
-    colours = draw.choice(["blue", "red", "green"], rows)
+    colors = draw.choice(["blue", "red", "green"], rows)
     days = np.sort(draw.integers(0, 60, rows))
     shops = np.where(draw.random(rows) < 0.02, "rare", draw.choice(["north", "south"], rows))
     shops = np.where((days > 55) & (draw.random(rows) < 0.5), "new", shops)
-    chance = 1 / (1 + np.exp((price - 20) / 4 - 2.0 * (colours == "blue")))
+    chance = 1 / (1 + np.exp((price - 20) / 4 - 2.0 * (colors == "blue")))
     sold: list[str | None] = ["yes" if won else "no" for won in draw.random(rows) < chance]
     unknown = draw.random((3, rows)) < 0.03
     first = datetime.date(2024, 12, 1)
     columns: dict[str, Any] = {
         "day": [first + datetime.timedelta(days=int(day)) for day in days],
         "cost": [None if gone else float(x) for x, gone in zip(price, unknown[0], strict=True)],
-        "colour": [None if gone else x for x, gone in zip(colours, unknown[1], strict=True)],
+        "color": [None if gone else x for x, gone in zip(colors, unknown[1], strict=True)],
         "shop": shops,
         "number": draw.integers(1000, 1005, rows),
         "country": ["here"] * rows,
@@ -60,7 +60,7 @@ CLASSES = ("blue", "green", "red")
 
 
 def draw(root: Path, each: int, size: int = 40, classes: tuple[str, ...] = CLASSES) -> Path:
-    """Noise in which one colour is brighter: that of the class.
+    """Noise in which one color is brighter: that of the class.
 
     Args:
         each: pictures of a class.

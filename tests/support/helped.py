@@ -88,7 +88,7 @@ class HelpedPerceptron(Helped):
 
 
 class Perceptron(nn.Module):
-    """One hidden layer; its input is normalised, so some of the target cannot be learned."""
+    """One hidden layer; its input is normalized, so some of the target cannot be learned."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from hvdtrain.runtime import environment
-from hvdtrain.runtime.init import initialise
+from hvdtrain.runtime.init import initialize
 
 # One element, fewer than ranks of a host, an odd number, and several pieces (patch 0017).
 SIZES = (1, 3, 1001, 600_011)
@@ -18,7 +18,7 @@ TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int3
 
 def main() -> None:
     environment.prepare(hierarchical=True)
-    topology = initialise()
+    topology = initialize()
     ranks = range(topology.world_size)
     for size in SIZES:
         for dtype in TYPES:

@@ -115,7 +115,7 @@ def answers(file: Path, lines: int = 60) -> Path:
     return write(file, rows)
 
 
-def labelled(file: Path, lines: int = 60) -> Path:
+def labeled(file: Path, lines: int = 60) -> Path:
     """Texts of several lengths, which either do or do not begin with one word."""
     rows = []
     for number in range(lines):

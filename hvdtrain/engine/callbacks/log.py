@@ -145,7 +145,7 @@ class TellMfu:
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         ranks = loop.topology.world_size
         seconds = record["step_seconds"]
-        record["mfu"] = self._flops.utilisation(loop.batch.global_size, seconds, ranks)
+        record["mfu"] = self._flops.utilization(loop.batch.global_size, seconds, ranks)
 
     def close(self) -> None:
         pass

@@ -20,7 +20,7 @@ from hvdtrain.run_files.events_file import read_lines
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import AgreedError
-from hvdtrain.runtime.init import initialise
+from hvdtrain.runtime.init import initialize
 from hvdtrain.runtime.mesh import Topology
 
 _EVALUATIONS = ("validation_loss", "ema_validation_loss")
@@ -28,7 +28,7 @@ _EVALUATIONS = ("validation_loss", "ema_validation_loss")
 
 def main(steps: str, *of_layouts: str) -> int:
     environment.prepare(process_sets=True)
-    topology = initialise()
+    topology = initialize()
     for flags in of_layouts:
         try:
             curve = _curve(json.loads(flags), int(steps), topology)

@@ -3,7 +3,7 @@
 // Text of runs only ever becomes text nodes and attributes, never markup.
 
 const EVERY = 2000; // milliseconds between two looks
-const COLOURS = ["#3b82c4", "#e0812b", "#3f9e5a", "#a06bd0", "#d9453d", "#8a8a8a"];
+const COLORS = ["#3b82c4", "#e0812b", "#3f9e5a", "#a06bd0", "#d9453d", "#8a8a8a"];
 const PHASES = {
   data: "#d4a017", forward: "#3b82c4", backward: "#7db3e0", comm_exposed: "#d9453d",
   optimizer: "#3f9e5a", eval: "#a06bd0", checkpoint: "#8c6d5a", other: "#8a8a8a",
@@ -135,16 +135,16 @@ function chart(title, ylabel, fromZero, height = 220) {
       transform: `rotate(-90 12 ${middle})` }, ylabel);
   }
 
-  function curve({ points, colour, dashed }, toY) {
+  function curve({ points, color, dashed }, toY) {
     const at = (values) => points.x.map((x, i) => `${toX(x).toFixed(1)} ${toY(values[i]).toFixed(1)}`);
     if (points.low) {
       const band = [...at(points.high), ...at(points.low).reverse()];
-      draw(svg, "path", { d: `M${band.join("L")}Z`, fill: colour, opacity: 0.25 });
+      draw(svg, "path", { d: `M${band.join("L")}Z`, fill: color, opacity: 0.25 });
     }
-    draw(svg, "path", { d: `M${at(points.mean).join("L")}`, fill: "none", stroke: colour,
+    draw(svg, "path", { d: `M${at(points.mean).join("L")}`, fill: "none", stroke: color,
       "stroke-width": 1.8, "stroke-linejoin": "round", "stroke-dasharray": dashed ? "6 4" : "none" });
     if (points.x.length < 40) {
-      points.x.forEach((x, i) => draw(svg, "circle", { cx: toX(x), cy: toY(points.mean[i]), r: 2.5, fill: colour }));
+      points.x.forEach((x, i) => draw(svg, "circle", { cx: toX(x), cy: toY(points.mean[i]), r: 2.5, fill: color }));
     }
   }
 
@@ -206,8 +206,8 @@ function chart(title, ylabel, fromZero, height = 220) {
       lines = newLines.filter(({ points }) => points.x.length);
       marks = newMarks;
       node.hidden = !lines.length;
-      legend.replaceChildren(...(lines.length < 2 ? [] : lines.map(({ name, colour, dashed }) =>
-        el("span", {}, sample(colour, dashed), name))));
+      legend.replaceChildren(...(lines.length < 2 ? [] : lines.map(({ name, color, dashed }) =>
+        el("span", {}, sample(color, dashed), name))));
       if (lines.length) renew();
     },
   };
@@ -395,12 +395,12 @@ function runView(name) {
     showNotes(run);
     showRestarts(run);
     const { series } = run, marks = run.restarted.filter(({ step }) => known(step));
-    const line = (label, points, colour) => ({ name: label, points, colour });
-    charts.loss.show([line("training", series.loss, COLOURS[0]), line("validation", series.validation_loss, COLOURS[1])], marks);
-    charts.speed.show([line("samples/s", series.samples_per_second, COLOURS[2])], marks);
-    charts.time.show([line("ms", scaled(series.step_seconds, 1e3), COLOURS[0])], marks);
-    charts.exposed.show([line("%", scaled(series.exposed, 100), COLOURS[4])], marks);
-    charts.score.show([line("score", series.score, COLOURS[3])], marks);
+    const line = (label, points, color) => ({ name: label, points, color });
+    charts.loss.show([line("training", series.loss, COLORS[0]), line("validation", series.validation_loss, COLORS[1])], marks);
+    charts.speed.show([line("samples/s", series.samples_per_second, COLORS[2])], marks);
+    charts.time.show([line("ms", scaled(series.step_seconds, 1e3), COLORS[0])], marks);
+    charts.exposed.show([line("%", scaled(series.exposed, 100), COLORS[4])], marks);
+    charts.score.show([line("score", series.score, COLORS[3])], marks);
     bars.show(run.window);
   }
   return { node, title: name, paths: [`api/run?name=${encodeURIComponent(name)}`], show };
@@ -421,11 +421,11 @@ function compareView(names) {
     const known_ = names.filter((name) => last.has(name)).map((name) => last.get(name));
     const style = (name) => {
       const at = names.indexOf(name);
-      return { colour: COLOURS[at % COLOURS.length], dashed: at >= COLOURS.length };
+      return { color: COLORS[at % COLORS.length], dashed: at >= COLORS.length };
     };
     summary.replaceChildren(table(["run", "state", "step", "loss", "validation loss", "samples/s", "ranks", "restarts"],
       known_.map((run) => [
-        el("span", {}, el("span", { class: "legend" }, el("span", {}, sample(style(run.name).colour, style(run.name).dashed),
+        el("span", {}, el("span", { class: "legend" }, el("span", {}, sample(style(run.name).color, style(run.name).dashed),
           el("a", { href: link([run.name]) }, run.name)))),
         el("span", { class: stateClass(run.state) }, run.state), steps(run), number(run.loss),
         number(run.validation.loss), number(run.samples_per_second), number(run.ranks), count(run.restarts),

@@ -10,6 +10,7 @@ from typing import Any
 from hvdtrain.audit.goodput import PARTS, Goodput, measure
 from hvdtrain.audit.ledger import Ledger, read
 from hvdtrain.audit.lineage import Lineage, OrderCheck, Redone, check_buckets, check_order, trace
+from hvdtrain.text import aligned, plural
 
 
 @dataclass
@@ -101,11 +102,11 @@ def _summary(audit: Audit) -> list[str]:
     name, restarts = audit.ledger.path, len(audit.ledger.generations) - 1
     redone = Redone(*map(sum, zip(*audit.lineage.redone, strict=True)))
     if wrong:
-        lines = [f"{name}: NOT clean, {len(wrong)} finding{'' if len(wrong) == 1 else 's'}"]
+        lines = [f"{name}: NOT clean, {plural(len(wrong), 'finding')}"]
     else:
         lines = [
             f"{name}: clean. Steps {begin + 1} to {last} were each applied exactly once; "
-            f"{restarts} restart{'' if restarts == 1 else 's'}, {redone.counted()} redone"
+            f"{plural(restarts, 'restart')}, {redone.counted()} redone"
         ]
     for finding in audit.lineage.findings:
         kind = f"{'warning, ' if finding.warning else ''}{finding.kind}"
@@ -153,11 +154,7 @@ def _generations(audit: Audit) -> list[str]:
                 f"{row['world_size']} ({hosts})",
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return aligned(rows, left=range(len(rows[0])))
 
 
 def _ranks(ranks: list[int]) -> str:

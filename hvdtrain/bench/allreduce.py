@@ -17,9 +17,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from hvdtrain.bench.processes import launch, measure, on_threads
-from hvdtrain.bench.report import aligned, machine
+from hvdtrain.bench.report import load, machine
 from hvdtrain.errors import UserError
 from hvdtrain.launch.hostfile import parse_hosts
+from hvdtrain.text import aligned
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _ELEMENT_BYTES = 4
@@ -203,10 +204,7 @@ class AllreduceReport:
         # The names of the sides, and the ratios, which may have a verdict
         text = aligned(lines, left=(1, *range(7, len(lines[0]))))
         text += [f"{side}: omitted, {why}" for side, why in self.left_out.items()]
-        here = machine()
-        text.append(
-            f"{self.ranks} ranks ({self.hosts}), load {here['load']:.1f} on {here['cores']} cores"
-        )
+        text.append(f"{self.ranks} ranks ({self.hosts}), {load()}")
         return "\n".join(text)
 
     def _references(self) -> list[str]:

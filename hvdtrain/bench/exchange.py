@@ -16,12 +16,13 @@ from typing import Any
 
 from hvdtrain.bench.jobs import RANK
 from hvdtrain.bench.processes import LIMIT_S, QUIET, finish, launch, measure, on_threads, worker
-from hvdtrain.bench.report import aligned, machine
+from hvdtrain.bench.report import load, machine
 from hvdtrain.config import Config, parse
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.run_files.events_file import read_lines
 from hvdtrain.run_files.run_directory import RunDirectory
+from hvdtrain.text import aligned
 
 # Name -> keys of `exchange`; keys set by one strategy have their defaults in the others.
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
@@ -285,9 +286,8 @@ class ExchangeReport:
             line += [_text(row["of"].get(side), ".3f") for side in references]
             line += [_text(sent and sent / 1e6, ".3g"), *(_text(loss, ".4f") for loss in losses)]
             lines.append(line)
-        here, facts = machine(), [f"{name} {value}" for name, value in self.facts.items()]
-        load = f"load {here['load']:.1f} on {here['cores']} cores"
-        return "\n".join([*aligned(lines), ", ".join([*facts, load])])
+        facts = [f"{name} {value}" for name, value in self.facts.items()]
+        return "\n".join([*aligned(lines), ", ".join([*facts, load()])])
 
     def _step_seconds(self) -> dict[str, list[float]]:
         own = {side: [curve.step_seconds for curve in found] for side, found in self.curves.items()}

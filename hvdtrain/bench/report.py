@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
+
+from hvdtrain.text import aligned
 
 
 def machine() -> dict[str, float]:
@@ -15,16 +17,10 @@ def machine() -> dict[str, float]:
     return {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
-    """Lines of a table; columns are aligned right, except the columns `left`."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if number in left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def load() -> str:
+    """Describe the load of this machine."""
+    here = machine()
+    return f"load {here['load']:.1f} on {here['cores']} cores"
 
 
 @dataclass
@@ -93,6 +89,4 @@ class Report:
             numbers = [f"{s[key]:.4g}" for key in ("median", "min", "max")]
             rows.append([s["name"], *numbers, s["unit"], aim])
         facts = [f"{name.replace('_', ' ')}: {value}" for name, value in self.facts.items()]
-        here = machine()
-        load = f"load {here['load']:.1f} on {here['cores']} cores"
-        return "\n".join([*aligned(rows, left=(0, 4, 5)), ", ".join([*facts, load])])
+        return "\n".join([*aligned(rows, left=(0, 4, 5)), ", ".join([*facts, load()])])

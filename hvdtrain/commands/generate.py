@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.commands.arguments import at_least, number_at_least
 from hvdtrain.errors import UserError
+from hvdtrain.text import encodable
 
 if TYPE_CHECKING:
     from hvdtrain.config import Settings
@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     sampling = Sampling(args.length, args.temperature, args.seed)
     text = task.generate(model, args.prompt, sampling)
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding))
+    print(encodable(text))
     return 0
 
 

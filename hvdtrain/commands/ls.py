@@ -11,6 +11,7 @@ from typing import Any
 
 from hvdtrain.commands.output import finite
 from hvdtrain.run_files.listing import ListedRun, runs_under
+from hvdtrain.text import aligned
 from hvdtrain.untrusted import printable
 
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -46,10 +47,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(finite([asdict(run) for run in runs]), indent=1))
         return 0
     rows = [[*_COLUMNS], *([show(run) for show in _COLUMNS.values()] for run in runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        first, *others = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join([first, *others]).rstrip())
+    print("\n".join(aligned(rows, left=range(len(_COLUMNS)))))
     return 0
 
 

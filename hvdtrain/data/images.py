@@ -23,7 +23,7 @@ from hvdtrain.data.records import TarShards
 from hvdtrain.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-DIGIT_SIZE, _DIGIT_MARGIN = 8, 2
+_DIGIT_MARGIN = 2
 _MEMBERS = tuple(suffix[1:] for suffix in SUFFIXES)  # of a sample in a tar shard
 SPLIT_SEED = 0  # the split depends on the data only, not on the run's seed
 

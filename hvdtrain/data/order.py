@@ -20,6 +20,12 @@ _Words = NDArray[np.uint64]
 # 1988).
 _ROUNDS = 8
 _MASK64 = (1 << 64) - 1
+_STEP64 = np.uint64(0x9E3779B97F4A7C15)
+
+
+def splitmix64(words: _Words) -> _Words:
+    """Pseudo-random 64-bit words from counters (Steele, Lea and Flood, 2014)."""
+    return _mix(words + _STEP64)
 
 
 def _mix(words: _Words) -> _Words:
@@ -31,8 +37,8 @@ def _mix(words: _Words) -> _Words:
 
 def _round_keys(seed: int, epoch: int) -> _Words:
     start = np.array([seed & _MASK64], dtype=np.uint64)
-    key = _mix(_mix(start + np.uint64(0x9E3779B97F4A7C15)) ^ np.uint64(epoch & _MASK64))
-    steps = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    key = _mix(splitmix64(start) ^ np.uint64(epoch & _MASK64))
+    steps = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _STEP64
     return _mix(key + steps)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.data.config import DataConfig
-from hvdtrain.data.files import expand, hidden_copy, remove_leftovers, split_files, standard_library
-from hvdtrain.data.text import RECORDS, Tokenizer, encode_file, refuse_records
+from hvdtrain.data.files import hidden_copy, remove_leftovers, split_files
+from hvdtrain.data.text import Tokenizer, document_files, encode_file
 from hvdtrain.data.tokens import TokenArray, TokenMeta, TokenWindows, read_token_files, split_end
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_directory
@@ -90,15 +90,10 @@ def text_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
     Raises:
         UserError: a configured pattern matches no file.
     """
-    of_records = RECORDS.get(config.source)
-    kind = (of_records.suffixes, of_records.name) if of_records else ()
-    train = expand("data.train", config.train, *kind) if config.train else standard_library()
-    validation = expand("data.validation", config.validation, *kind) if config.validation else []
-    if of_records is None:
-        for name, files in (("data.train", train), ("data.validation", validation)):
-            refuse_records(name, files, "data.source", "data.text_key")
-    if validation:
-        return train, validation
+    source, keys = config.source, ("data.source", "data.text_key")
+    train = document_files("data.train", config.train, source, keys)
+    if config.validation:
+        return train, document_files("data.validation", config.validation, source, keys)
     if len(train) == 1:
         return train, []
     return split_files(train, config.validation_fraction)

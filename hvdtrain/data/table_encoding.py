@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hvdtrain.data.order import splitmix64
 from hvdtrain.data.tables import (
     Cells,
     Kind,
@@ -333,7 +334,7 @@ class Sample:
             values: (len(rows), width).
         """
         places = np.uint64(part << 32) + rows.astype(np.uint64)
-        self._keep(_hash(places), values)
+        self._keep(splitmix64(places), values)
 
     def state(self) -> list[str]:
         """State for `merge` on another rank; JSON-serializable."""
@@ -352,14 +353,6 @@ class Sample:
         kept = np.argsort(keys, kind="stable")[:_SAMPLE_ROWS]
         self._keys = keys[kept]
         self.values = np.concatenate((self.values, values))[kept]
-
-
-def _hash(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64 (Steele, Lea and Flood, 2014)."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
 
 
 # --- encoded rows -------------------------------------------------------------

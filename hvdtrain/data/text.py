@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.data.files import expand, standard_library
 from hvdtrain.data.index import Format
 from hvdtrain.data.parquet import PARQUET, read_group, row_groups
 from hvdtrain.data.records import JSON_LINES, parse_line
@@ -194,7 +195,28 @@ def _rows(path: Path, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((f"row {number}", row) for number, row in enumerate(rows, start=first + 1))
 
 
-def refuse_records(key: str, paths: Sequence[Path], source: str, text_key: str) -> None:
+def document_files(
+    key: str, patterns: Sequence[str], source: str, keys: tuple[str, str]
+) -> list[Path]:
+    """The files that hold documents; without patterns, the standard library's source files.
+
+    Args:
+        key: that names the patterns, for messages.
+        source: as `data.source`.
+        keys: that set the source and the name of a record's text, for messages.
+
+    Raises:
+        UserError: a pattern matches no file, or records would be read as plain text.
+    """
+    records = RECORDS.get(source)
+    kind = (records.suffixes, records.name) if records else ()
+    files = expand(key, patterns, *kind) if patterns else standard_library()
+    if records is None:
+        _refuse_records(key, files, *keys)
+    return files
+
+
+def _refuse_records(key: str, paths: Sequence[Path], source: str, text_key: str) -> None:
     """Refuse to read files as plain text if records make up most of their bytes.
 
     Args:

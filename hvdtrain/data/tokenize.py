@@ -20,13 +20,11 @@ from pathlib import Path
 
 from hvdtrain.data.files import (
     assign_files,
-    expand,
     hidden_copy,
     remove_leftovers,
     split_files,
-    standard_library,
 )
-from hvdtrain.data.text import RECORDS, Tokenizer, encode_file, refuse_records
+from hvdtrain.data.text import Tokenizer, document_files, encode_file
 from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta, split_end
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_directory
@@ -157,11 +155,7 @@ def _plan(source: Source, out: Path, ranks: int) -> TokenizePlan:
     if not 0 < fraction < 1:
         raise UserError(f"--validation-fraction must lie in (0, 1), not {fraction}")
     tokenizer = Tokenizer(source.tokenizer)
-    records = RECORDS.get(source.kind)
-    kind = (records.suffixes, records.name) if records else ()
-    paths = expand("--input", source.patterns, *kind) if source.patterns else standard_library()
-    if records is None:
-        refuse_records("--input", paths, "--source", "--text-key")
+    paths = document_files("--input", source.patterns, source.kind, ("--source", "--text-key"))
     train, validation = (paths, []) if len(paths) == 1 else split_files(paths, fraction)
     files = [("train", path) for path in train] + [("validation", path) for path in validation]
     owners = assign_files([path.stat().st_size for _, path in files], ranks)

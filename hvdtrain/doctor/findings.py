@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hvdtrain.text import plural
 from hvdtrain.untrusted import printable
 
 ERROR, WARNING = "error", "warning"
@@ -91,8 +92,7 @@ def show(findings: Sequence[Diagnosis], notes: Sequence[str], console: Console) 
     for note in notes:
         console.print(Text(printable(note)), soft_wrap=True)
     errors = sum(finding.severity == ERROR for finding in findings)
-    warnings = len(findings) - errors
-    counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    counts = f"{plural(errors, 'error')}, {plural(len(findings) - errors, 'warning')}"
     console.print("no findings" if not findings else counts)
 
 

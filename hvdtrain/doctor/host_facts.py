@@ -7,7 +7,6 @@ its own, because an import may end the process.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import locale
 import os
@@ -27,7 +26,7 @@ import psutil
 
 import hvdtrain
 from hvdtrain.files import FileLock
-from hvdtrain.horovod_wheel.recipe import parse_mpi
+from hvdtrain.horovod_wheel.recipe import installed_version, parse_mpi
 from hvdtrain.runtime import machine
 from hvdtrain.runtime.machine import addresses_by_interface, resolve, source_towards
 
@@ -79,7 +78,8 @@ def gather(hosts: list[str]) -> dict[str, Any]:
         "firewalls": [name for name in _FIREWALLS if shutil.which(name, path=_with_sbin())],
         "python": ".".join(map(str, sys.version_info[:3])),
         "code": _digest(),
-        "versions": {"hvdtrain": hvdtrain.__version__} | {n: _version(n) for n in _PACKAGES},
+        "versions": {"hvdtrain": hvdtrain.__version__}
+        | {n: installed_version(n) for n in _PACKAGES},
         "mpi": _mpi(),
         "cores": machine.cores(),
         "processors": os.cpu_count(),
@@ -155,13 +155,6 @@ def _digest() -> str:
     for path in sorted(package.rglob("*.py")):
         content.update(str(path.relative_to(package)).encode() + path.read_bytes())
     return content.hexdigest()[:12]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _mpi() -> str | None:

@@ -96,10 +96,10 @@ class HostSession:
         """Return the agent's answer to a request; see agent.py.
 
         Args:
-                limit: seconds.
+            limit: seconds.
 
-            Raises:
-                SilentError: there is no answer within `limit`, or the agent reports an error.
+        Raises:
+            SilentError: there is no answer within `limit`, or the agent reports an error.
         """
         try:
             return self._ask(do, limit, arguments)

@@ -8,7 +8,6 @@ wheel   = the cached file of that name, else
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import shlex
@@ -23,6 +22,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.horovod_wheel import cuda, recipe
 from hvdtrain.horovod_wheel.diagnose import diagnose
 from hvdtrain.horovod_wheel.process import BuildError, pip, run_logged, say
+from hvdtrain.horovod_wheel.recipe import installed_version
 
 DOWNLOAD_TIMEOUT_S = 900.0
 PATCH_TIMEOUT_S = 60.0
@@ -127,7 +127,7 @@ def install(wheel: Path) -> None:
     Raises BuildError if pip fails.
     """
     version = wheel.name.split("-")[1]
-    if installed_version() == version:
+    if installed_version("horovod") == version:
         say(f"horovod {version} is installed already")
         return
     with tempfile.TemporaryDirectory() as scratch:
@@ -138,14 +138,6 @@ def install(wheel: Path) -> None:
             line, _ = diagnose(log.read_text(errors="replace"))
             raise BuildError(f"pip could not install {wheel}: {line}")
     say(f"horovod {version} is installed")
-
-
-def installed_version() -> str | None:
-    """The version of the installed Horovod, or None if it is not installed."""
-    try:
-        return importlib.metadata.version("horovod")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def download(directory: Path) -> Path:

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_CRASH, UserError
-from hvdtrain.horovod_wheel.build import installed_version
 from hvdtrain.horovod_wheel.process import TimedOutError, run_logged
+from hvdtrain.horovod_wheel.recipe import installed_version
 from hvdtrain.launch.commands import horovodrun, mpirun
 
 RANKS = 2
@@ -25,7 +25,7 @@ def run() -> int:
 
     Raises UserError if Horovod is not installed.
     """
-    version = installed_version()
+    version = installed_version("horovod")
     if version is None:
         raise UserError("Horovod is not installed: run `hvdtrain horovod build --install`")
     print(f"horovod {version}")

@@ -81,11 +81,16 @@ class Recipe:
 
 def is_ours() -> bool:
     """Whether the installed Horovod was built by this recipe, with these patches."""
+    version = installed_version("horovod")
+    return version is not None and version.endswith(f".p{Recipe('', '')._digest()}")
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, or None if it is not installed."""
     try:
-        version = importlib.metadata.version("horovod")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return version.endswith(f".p{Recipe('', '')._digest()}")
+        return None
 
 
 def patches() -> list[Path]:

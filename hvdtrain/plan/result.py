@@ -302,9 +302,8 @@ def _unknown(job: JobProfile, terms: Terms) -> list[str]:
         found.append("how long a checkpoint stalls the steps: 1 GB/s is assumed")
     if terms.mtbf != inf:
         found.append(
-            f"your restart time: {RESTART_SECONDS:g} s, {ELASTIC_SECONDS:g} s in an elastic "
-            "run, as "
-            "measured with 4 ranks of a tiny model; `hvdtrain report` of a run shows yours"
+            f"your restart time: {RESTART_SECONDS:g} s, {ELASTIC_SECONDS:g} s in an elastic run, "
+            "as measured with 4 ranks of a tiny model; `hvdtrain report` of a run shows yours"
         )
     if terms.price is None:
         found.append("the price of a host (--price)")

@@ -10,6 +10,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.report import units
 from hvdtrain.report.metrics import Metrics, who
 from hvdtrain.report.run import RecordedRun
+from hvdtrain.text import plural
 
 _INSTALL = (
     "hvdtrain report requires {name}, which is not installed: pip install 'hvdtrain[report]', or "
@@ -87,7 +88,7 @@ def headline(metrics: Metrics) -> str:
     hosts, ranks = len(metrics["hosts"]), metrics["ranks"]
     of = f" of {metrics['total_steps']:,}" if metrics["total_steps"] else ""
     epochs = f" ({metrics['epochs']:.2f} epochs)" if metrics["epochs"] is not None else ""
-    where = f" on {units.plural(ranks, 'rank')}, {units.plural(hosts, 'host')}" if ranks else ""
+    where = f" on {plural(ranks, 'rank')}, {plural(hosts, 'host')}" if ranks else ""
     took = units.seconds(metrics["wall_seconds"])
     how = {
         None: "How it ended is unknown.",
@@ -97,7 +98,7 @@ def headline(metrics: Metrics) -> str:
         "preempted": "It was preempted, wrote a checkpoint and can resume from it.",
     }.get(metrics["state"], f"It {metrics['state']}.")
     restarts = metrics["restarts"]
-    again = f", with {units.plural(len(restarts), 'restart')}" if restarts else ""
+    again = f", with {plural(len(restarts), 'restart')}" if restarts else ""
     return f"{metrics['steps']:,}{of} steps{epochs} in {took}{where}{again}. {how}"
 
 
@@ -247,17 +248,17 @@ def warnings(metrics: Metrics) -> list[str]:
     """Problems that need attention, in addition to missing parts."""
     found = []
     if metrics["steps_without_finite_loss"]:
-        count = units.plural(metrics["steps_without_finite_loss"], "step")
+        count = plural(metrics["steps_without_finite_loss"], "step")
         found.append(f"{count} had a non-finite loss.")
     if metrics["skipped_steps"]:
-        count = units.plural(metrics["skipped_steps"], "step")
+        count = plural(metrics["skipped_steps"], "step")
         found.append(f"{count} skipped because the gradient was not finite.")
     if metrics["healed_ranks"]:
-        count = units.plural(metrics["healed_ranks"], "time")
+        count = plural(metrics["healed_ranks"], "time")
         found.append(
             f"{count} a rank's state differed from the other ranks' state and was replaced."
         )
     if metrics["failed_checkpoints"]:
-        count = units.plural(metrics["failed_checkpoints"], "checkpoint")
+        count = plural(metrics["failed_checkpoints"], "checkpoint")
         found.append(f"{count} could not be written.")
     return found

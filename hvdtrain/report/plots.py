@@ -32,6 +32,7 @@ from hvdtrain.report.draw import (
 )
 from hvdtrain.report.metrics import Metrics, who
 from hvdtrain.report.run import Column, RecordedRun
+from hvdtrain.text import plural
 
 _POINTS = 2000  # per generation in the plot of its progress
 _BARS = 128
@@ -69,7 +70,7 @@ def _loss(run: RecordedRun, metrics: Metrics) -> Plot | None:
     caption = "Mean loss of each step's global batch." + sampling(len(known), "loss")
     unknown = metrics["steps_without_finite_loss"]
     if unknown:
-        caption += f" Omitted: {units.plural(unknown, 'step')} with a non-finite loss."
+        caption += f" Omitted: {plural(unknown, 'step')} with a non-finite loss."
     return Plot(title, caption, svg[0])
 
 
@@ -104,8 +105,8 @@ def _progress(run: RecordedRun, metrics: Metrics) -> Plot | None:
         axes.set_ylabel("step")
         legend(axes, 2)
     count = len(metrics["restarts"])
-    title = f"{units.plural(metrics['steps'], 'step')} in {units.seconds(metrics['wall_seconds'])}"
-    title += f" with {units.plural(count, 'restart')}" if count else " without restarts"
+    title = f"{plural(metrics['steps'], 'step')} in {units.seconds(metrics['wall_seconds'])}"
+    title += f" with {plural(count, 'restart')}" if count else " without restarts"
     caption = "Restarts are numbered as in the table; shaded: no step ran." if count else ""
     return Plot(title, caption, svg[0])
 

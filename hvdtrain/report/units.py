@@ -56,10 +56,6 @@ def _scaled(value: float | None, base: int, names: tuple[str, ...]) -> str:
     return f"{value:.3g} {names[power]}"
 
 
-def plural(count: int, thing: str) -> str:
-    return f"{count:,} {thing}" + ("" if count == 1 else "s")
-
-
 def ranks(numbers: list[int]) -> str:
     """Format ranks, such as "0-3, 6"."""
     pieces: list[list[int]] = []

@@ -39,6 +39,7 @@ from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.terminal import terminal
 from hvdtrain.tasks import optional
 from hvdtrain.telemetry.exporter import ExporterAddress, write_targets
+from hvdtrain.text import encodable
 
 
 @dataclass(frozen=True)
@@ -450,8 +451,7 @@ def _show_sample(sample: Callable[[nn.Module], Any], model: nn.Module) -> None:
     try:
         with evaluating(model), torch.no_grad():
             text = str(sample(model))
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        print(f"\n{text.encode(encoding, 'replace').decode(encoding)}\n", flush=True)
+        print(f"\n{encodable(text)}\n", flush=True)
         if terminal() not in (None, sys.stderr):
             time.sleep(_FORWARD_SECONDS)
     except Exception as error:

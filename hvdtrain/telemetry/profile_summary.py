@@ -24,6 +24,7 @@ from typing import Any
 
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
+from hvdtrain.text import aligned
 from hvdtrain.untrusted import checked, number, open_regular, parse_json, read_json
 
 TRACE = ".pt.trace.json.gz"  # suffix that TensorBoard's profile plugin expects
@@ -393,14 +394,4 @@ def _lateness(section: ProfileSection) -> list[str]:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            [
-                line[0].ljust(widths[0]),
-                *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)),
-            ]
-        )
-        for line in lines
-    )
+    return "\n".join(aligned([head, *rows]))

@@ -9,7 +9,6 @@ sink's own metrics, never a step.
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import re
 import threading
@@ -25,7 +24,7 @@ from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
 from hvdtrain.files import write_atomic
 from hvdtrain.log import logger
 from hvdtrain.telemetry.config import TelemetryConfig
-from hvdtrain.untrusted import read_regular
+from hvdtrain.untrusted import number, read_regular
 
 # Maximum number of lines of metrics.jsonl that wait for a slow sink.
 _WAITING = 1000
@@ -140,10 +139,7 @@ def _finite(record: Mapping[str, Any]) -> dict[str, float]:
     return {
         key: float(value)
         for key, value in record.items()
-        if key not in ("step", "time")
-        and isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
+        if key not in ("step", "time") and number(value) is not None
     }
 
 

@@ -25,7 +25,7 @@ ROWS = [
     {"run_files"},
     {"runtime"},
     {"log", "files", "config_files", "config_checks"},
-    {"errors", "untrusted"},
+    {"errors", "untrusted", "text"},
 ]
 LEVEL = {room: -number for number, row in enumerate(ROWS) for room in row}
 # `hvdtrain bench` measures whole programs: it drives those of the first row.

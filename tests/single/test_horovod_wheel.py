@@ -350,7 +350,7 @@ def test_build_reuses_cached_wheel(tmp_path: Path) -> None:
 
 
 def test_install_skips_wheel_that_is_already_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "installed_version", lambda: "0.28.1+x")
+    monkeypatch.setattr(build, "installed_version", lambda _: "0.28.1+x")
     monkeypatch.setattr(build, "run_logged", lambda *_: pytest.fail("pip was called"))
     build.install(Path("horovod-0.28.1+x-cp311-cp311-linux_x86_64.whl"))
 
@@ -405,7 +405,7 @@ def _wait_for_end(pid: int) -> None:
 
 
 def test_check_exits_with_2_if_horovod_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "installed_version", lambda: None)
+    monkeypatch.setattr(check, "installed_version", lambda _: None)
     with pytest.raises(UserError, match="hvdtrain horovod build --install") as told:
         check.run()
     assert told.value.exit_code == 2
@@ -414,7 +414,7 @@ def test_check_exits_with_2_if_horovod_is_not_installed(monkeypatch: pytest.Monk
 def test_check_reports_failed_launchers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(check, "installed_version", lambda: "0.28.1+x")
+    monkeypatch.setattr(check, "installed_version", lambda _: "0.28.1+x")
     monkeypatch.setattr(check, "_built_controllers", lambda: (["gloo", "mpi"], ""))
     one_rank = [sys.executable, "-c", "print('rank 0 of 2: sum ok')"]
     crash = [sys.executable, "-c", "raise ValueError('no such device')"]
@@ -440,7 +440,7 @@ def test_check_reports_failed_launchers(
 def test_horovodrun_reports_how_first_failed_rank_ended(
     ending: str, code: int, last_words: str
 ) -> None:
-    if build.installed_version() in (None, recipe.VERSION):
+    if recipe.installed_version("horovod") in (None, recipe.VERSION):
         pytest.skip("Horovod is not the one of `hvdtrain horovod build`")
     script = f"import os, signal, sys, time\nif os.environ['HOROVOD_RANK'] == '1': {ending}"
     waits = f"{script}\ntime.sleep(60)"

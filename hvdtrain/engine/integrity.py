@@ -99,7 +99,7 @@ def whole_digest(
         replicated: tensors that all ranks hold.
     """
     sums = {name: asdict(of_tensors.shard(*each)) for name, each in own.items()}
-    sums_of_ranks = gather_json(sums, "replicas.parts")
+    sums_of_ranks = gather_json(sums, "replicas.shards")
     spread = whole_sums({n: ShardSums(**s) for n, s in theirs.items()} for theirs in sums_of_ranks)
     return of_tensors(replicated or {}, spread)
 

@@ -4,21 +4,23 @@ TrainStep runs a step in this order:
 
 1. Save the model's buffers, which forward passes change (SavedBuffers).
 2. Run forward and backward for each micro-batch of this rank (accumulate.py, or pipeline.py for a
-   pipeline). In the last backward pass, hooks of the exchange send each bucket of gradients when it
-   is complete, compressed if configured (hvdtrain/exchange/base.py lists where).
-3. Before the last backward pass, send the control vector: one all-reduce that sums loss, metrics
-   and flags over all ranks (ControlVector). This is how ranks agree on a stop, for example.
+   pipeline). Before the last backward pass, send the control vector: one all-reduce that sums loss,
+   metrics and flags over all ranks (ControlVector), by which ranks agree on a stop, for example.
+3. In the last backward pass, hooks of the exchange send each bucket of gradients when it is
+   complete, compressed if configured (hvdtrain/exchange/base.py lists where).
 4. Wait for the gradients of the global batch and for the control vector.
 5. Scale the gradients, compute their norm, clip them (Update.prepare).
-6. If ranks hold shards, wait until every rank can take the step (parallel/agreement.py).
+6. In an elastic run whose ranks hold shards, wait until every rank can apply the update
+   (parallel/agreement.py).
 7. Update parameters, optimizer state and progress without communication (TrainStep._commit).
 8. With parallel.zero, gather the parameters that other ranks have updated (TrainStep.complete,
    which the loop calls). With local SGD, average the ranks' states if it is due (local_steps.py).
 
 If a rank is lost in 2 to 6, the step raises RankLostError and leaves the state as it was before the
 step (exception: local SGD, see LocalSteps). An elastic run then continues in a new generation
-(run/session.py), which repeats the step; any other run ends. If another rank has already taken the
-step after 6, this rank takes it late (Agreement.catch_up).
+(run/session.py), which repeats the step; any other run ends. If another rank passed the wait in 6
+and applied the update, this rank applies it late (Agreement.catch_up). If a rank is lost in 8, the
+step counts, and the next generation completes the parameters (zero_state.hand_over).
 
 RankLostError is another name of Horovod's HorovodInternalError (runtime/collectives.py).
 """
@@ -83,7 +85,7 @@ class StepResult:
         stop: some rank received a request to stop
         membership_changed: some rank was notified that processes join or leave
         used: samples and tokens in the micro-batches of all ranks
-        ready_at: time.perf_counter() when only the update was left to do
+        ready_at: time.perf_counter() when everything but the update was done
     """
 
     values: dict[str, float]
@@ -100,15 +102,15 @@ class StepResult:
 class TrainStep:
     """Turn micro-batches into one update of the model, identical on every rank.
 
-    A step that is skipped (its gradient was not finite) or that fails changes no state: parameters,
-    optimizer state and saved buffers (see SavedBuffers) stay bitwise identical to their values
-    before the step, on every rank. (LocalSteps wraps the step for local SGD.)
+    A step that is skipped (its gradient was not finite) or that fails leaves parameters, optimizer
+    state and saved buffers (see SavedBuffers) bitwise identical to their values before the step, on
+    every rank. (LocalSteps wraps the step for local SGD.)
 
     Args:
         batch: sizes of a step and of a micro-batch.
         buckets: with batch.max_tokens, the contents of the micro-batches.
         sharded: the optimizer, if each rank updates a shard of the parameters.
-        agreement: set if no rank may take a step before all ranks can.
+        agreement: set if no rank may apply an update before all ranks can.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class TrainStep:
             flags: sent to the other ranks in the control vector; `step` must be identical on all
                 ranks.
             advance: advances other state, such as Progress. It is called together with the
-                parameter update, even if the step is taken late.
+                parameter update, even if the update is applied late.
 
         Raises:
             RankLostError: another rank is gone.
@@ -167,27 +169,27 @@ class TrainStep:
         timer = self._context.timer
         with timer.inside("optimizer"):
             if self._agreement is not None:
-                # A step that is still pending was taken by no remaining rank: it is repeated now.
+                # No remaining rank has applied a pending update: its step is repeated now.
                 self._agreement.forget()
             self._buffers.keep()
             try:
-                agreed = self._reduce_gradients(batches, assignment, flags)
+                sums = self._reduce_gradients(batches, assignment, flags)
                 timer.enter("optimizer")
-                self._check(agreed, flags.step)
-                values = means(self._passes.forward.names, agreed.sums, self._batch.micro_batches)
-                self._exchange.trained.drop_frozen([ranks > 0 for ranks in agreed.frozen])
-                scale = self._passes.forward.gradient_scale(agreed.sums[1][0])
+                self._check(sums, flags.step)
+                values = means(self._passes.forward.names, sums.rows, self._batch.micro_batches)
+                self._exchange.trained.drop_frozen([ranks > 0 for ranks in sums.frozen])
+                scale = self._passes.forward.gradient_scale(sums.loss_weight)
                 ready = self._update.prepare(lr, scale)
             except Exception:  # torch's collectives raise other errors than Horovod's
                 self._buffers.restore()
                 raise
-            commit = partial(self._commit, ready, agreed, values, advance, time.perf_counter())
+            commit = partial(self._commit, ready, sums, values, advance, time.perf_counter())
             self._wait_for_all(flags.step + 1, ready, commit)
             return commit()
 
     def _reduce_gradients(
         self, batches: Iterator[Batch], assignment: Assignment, flags: Flags
-    ) -> Agreed:
+    ) -> ControlSums:
         """Run the passes and exchange their gradients; return the sums over all ranks.
 
         Afterwards each parameter has the gradient of the global batch.
@@ -210,10 +212,10 @@ class TrainStep:
         timer.enter(self._exposed)
         self._exchange.reduce()
         self._passes.finish()
-        agreed = control.receive()
-        self._passes.statistics.apply(agreed.statistics)
+        sums = control.receive()
+        self._passes.statistics.apply(sums.statistics)
         heartbeat.beat(Activity.WORKING)
-        return agreed
+        return sums
 
     def _used(self, assignment: Assignment, step: int) -> Used:
         """Contents of this rank's micro-batches; zero if another rank counts them."""
@@ -223,17 +225,17 @@ class TrainStep:
             return Used(len(assignment) * self._batch.micro_size)
         return self._buckets.used(step * self._batch.micro_batches + j for j in assignment)
 
-    def _check(self, agreed: Agreed, step: int) -> None:
-        """Raise RuntimeError unless all ranks did the same step, and all of it."""
+    def _check(self, sums: ControlSums, step: int) -> None:
+        """Raise RuntimeError unless all ranks did the same step and used the whole global batch."""
         ranks, samples = self._context.mesh.world.size, self._batch.global_size
         if self._buckets is not None:
             samples = self._buckets.samples_of(step, self._batch.micro_batches)
-        if agreed.steps != step * ranks or agreed.used.samples != samples:
+        if sums.steps != step * ranks or sums.used.samples != samples:
             raise RuntimeError(
-                f"step {step + 1}: the ranks together are at {agreed.steps:.0f} steps and used "
-                f"{agreed.used.samples} samples"
+                f"step {step + 1}: the ranks together are at {sums.steps:.0f} steps and used "
+                f"{sums.used.samples} samples"
             )
-        if self._buckets is not None and not agreed.sums[2][0]:
+        if self._buckets is not None and not sums.loss_pairs:
             raise AgreedError(
                 "batch.max_tokens makes micro-batches of different sizes, whose mean losses cannot "
                 "be averaged: the task's loss() must return the loss as (sum, number of tokens)",
@@ -244,38 +246,37 @@ class TrainStep:
     def _wait_for_all(
         self, step: int, ready: ReadyUpdate, commit: Callable[[], StepResult]
     ) -> None:
-        """Wait until all ranks can take the step; without an agreement, return at once.
+        """Wait until all ranks can apply the update; without an agreement, return at once.
 
         Args:
             step: number of steps done after this one.
-            commit: takes the step; called here only if it is taken late. Otherwise the caller calls
-                it after the wait.
+            commit: applies the update; called here only if it is applied late. Otherwise the caller
+                calls it after the wait.
 
         Raises:
-            RankLostError: another rank is gone; `agreement` can take the step late.
+            RankLostError: another rank is gone; `agreement` can apply the update late.
         """
         if self._agreement is None:
             return
 
-        # Buffers already have their values after the step. If the wait fails, the first swap
-        # restores the values before the step; a late step swaps them back.
-        def take_late() -> None:
-            self._buffers.swap()
+        def apply_late() -> None:
+            self._buffers.swap()  # again, see below
             self._update.restore_gradients(ready)
             commit()
             self._update.clear()
 
         try:
             with self._context.timer.inside("comm_exposed"):
-                self._agreement(step, take_late)
+                self._agreement.wait(step, apply_late)
         except RankLostError:
+            # The forward passes have changed the buffers: back to their values before the step.
             self._buffers.swap()
             raise
 
     def _commit(
         self,
         ready: ReadyUpdate,
-        agreed: Agreed,
+        sums: ControlSums,
         values: dict[str, float],
         advance: Callable[[StepResult], None],
         ready_at: float,
@@ -293,16 +294,19 @@ class TrainStep:
             applied=updated.applied,
             loss_scale=updated.loss_scale,
             overflow=updated.overflow,
-            stop=agreed.stops > 0,
-            membership_changed=agreed.changes > 0,
-            used=agreed.used,
+            stop=sums.stops > 0,
+            membership_changed=sums.changes > 0,
+            used=sums.used,
             ready_at=ready_at,
         )
         advance(result)
         return result
 
     def due(self, step: int, every: int) -> bool:
-        """Whether an action on the state, taken every `every` steps, is due after this step."""
+        """Whether an action on the state that is taken every `every` steps is due after this step.
+
+        LocalSteps overrides it: the ranks' states are identical only after a synchronization.
+        """
         return step % every == 0
 
     def complete(self) -> None:
@@ -334,14 +338,14 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """Sums over all ranks.
+class ControlSums:
+    """Content of a control vector, summed over all ranks.
 
     Args:
         stops, changes: number of ranks that raised the flag.
         steps: sum of the ranks' `step`.
         used: contents of all ranks' micro-batches.
-        sums: of the loss and the metrics, 3 rows as returned by `rows_of`.
+        rows: of the loss and the metrics, 3 rows as returned by `accumulate.rows_of`.
         frozen: for each parameter, how many ranks have frozen it.
         statistics: summed changes of the running statistics; on the device.
     """
@@ -350,9 +354,19 @@ class Agreed:
     changes: float
     steps: float
     used: Used
-    sums: list[list[float]]
+    rows: list[list[float]]
     frozen: list[float]
     statistics: Tensor
+
+    @property
+    def loss_weight(self) -> float:
+        """Sum of the weights of the loss; 0 if the task gives the loss as a mean."""
+        return self.rows[1][0]
+
+    @property
+    def loss_pairs(self) -> float:
+        """Number of micro-batches whose loss was given as (sum, weight)."""
+        return self.rows[2][0]
 
 
 class ControlVector:
@@ -394,7 +408,7 @@ class ControlVector:
         if not self._alone:
             self._handle = begin_sum(self._vector, "control")
 
-    def receive(self) -> Agreed:
+    def receive(self) -> ControlSums:
         """Wait for the all-reduce and return the sums.
 
         Raises:
@@ -408,13 +422,14 @@ class ControlVector:
         stops, changes, steps, *contents = islice(numbers, self._lengths[0])
         used = Used(*map(int, contents))
         frozen = [*islice(numbers, self._lengths[1])]
-        sums = [[*islice(numbers, values.shape[1])] for _ in range(3)]
-        return Agreed(stops, changes, steps, used, sums, frozen, self.totals.statistics.value())
+        rows = [[*islice(numbers, values.shape[1])] for _ in range(3)]
+        statistics = self.totals.statistics.value()
+        return ControlSums(stops, changes, steps, used, rows, frozen, statistics)
 
 
 @dataclass(frozen=True)
 class ReadyUpdate:
-    """Update of which only the local part is left to do.
+    """Prepared update; what remains needs no communication.
 
     Args:
         grad_norm: see UpdateResult
@@ -480,15 +495,15 @@ class Update:
     def prepare(self, lr: float, gradient_scale: float) -> ReadyUpdate:
         """Scale, check and clip the gradients; parameters and optimizer state stay unchanged.
 
-        All ranks make the same decision: every rank holds the bitwise identical gradient, or its
-        own gradient and a bitwise identical norm over all ranks.
+        All ranks make the same decision: every rank holds the bitwise identical gradient, or (with
+        local SGD, and if a model spans ranks) its own gradient and a bitwise identical norm.
 
         Args:
-            lr: learning rate of groups without an lr_scale.
+            lr: base learning rate; a group with an lr_scale uses lr * lr_scale.
             gradient_scale: factor applied to the gradients first.
 
         Raises:
-            HorovodInternalError: another rank is gone.
+            RankLostError: another rank is gone.
         """
         parameters = self._exchange.parameters
         own = [local(p.grad) for p in parameters if p.grad is not None]
@@ -497,13 +512,13 @@ class Update:
         if gradient_scale != 1.0:
             torch._foreach_mul_(own, gradient_scale)
         norm = self._total_norm([p for p in parameters if p.grad is not None])
-        agreed = self._exchange.agreed_norm(norm)
-        applied = bool(torch.isfinite(agreed))
+        common = self._exchange.agreed_norm(norm)
+        applied = bool(torch.isfinite(common))
         if applied:
             if self._clip_norm > 0:
-                _clip(own, self._clip_norm, norm)
+                _clip(own, self._clip_norm, norm)  # with local SGD, by the norm of this rank
             set_learning_rate(self._optimizer, lr)
-        return ReadyUpdate(float(agreed), applied, [p.grad for p in parameters])
+        return ReadyUpdate(float(common), applied, [p.grad for p in parameters])
 
     def commit(self, ready: ReadyUpdate) -> UpdateResult:
         """Update the parameters, unless the gradient is not finite; needs no communication."""
@@ -515,7 +530,7 @@ class Update:
         return UpdateResult(ready.grad_norm, ready.applied, used, overflow)
 
     def restore_gradients(self, ready: ReadyUpdate) -> None:
-        """Restore the gradients of an update that is committed late."""
+        """Restore the gradients of an update that is applied late."""
         for parameter, gradient in zip(self._exchange.parameters, ready.gradients, strict=True):
             parameter.grad = gradient
 
@@ -527,7 +542,7 @@ def norm_of_gradients(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
-    """torch.nn.utils.clip_grads_with_norm_, also for shards of gradients."""
+    """Clip as torch.nn.utils.clip_grads_with_norm_ does, also shards of gradients."""
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
@@ -537,10 +552,10 @@ def _clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
 
 
 class AppliedSteps:
-    """Number of steps that this rank's tensors have been through, counted when the tensors change.
+    """Number of steps that this rank's tensors have been through.
 
-    The count is sent with the tensors, and `Progress.step` with the progress: if they differ, a
-    step was applied twice or omitted.
+    It is counted when an update is applied or skipped. The count is sent with the tensors, and
+    `Progress.step` with the progress: if they differ, a step was applied twice or omitted.
 
     Args:
         optimizer: steps on the tensors.

@@ -2,13 +2,15 @@
 
 Where a gradient is compressed depends on the implementation, which build.py selects:
 
-- dense.py: Horovod casts a bucket to the wire dtype (wire.py) and sums it, in the last backward
-  pass.
+- dense.py: in the last backward pass, when a bucket is complete, each gradient is cast to the wire
+  dtype (wire.py; float16 is scaled first, float32 stays as it is), and Horovod sums the bucket.
 - topk.py, powersgd.py: a bucket (bucketed.py) compresses and sends its gradients in `Bucket.send`,
-  in the last backward pass, and decompresses them in `Bucket.receive`, in `reduce`.
-- exact.py, adasum.py: the same structure without compression; exact converts each gradient to
+  in the last backward pass, and decompresses them in `Bucket.receive`, in `reduce`. powersgd sends
+  a second time in `Bucket.answer`, also in `reduce`.
+- exact.py, adasum.py: buckets as in topk.py, without compression; exact converts each gradient to
   fixed point in `Bucket.arrived`.
-- spanning.py: sums the gradients of a model that spans ranks, uncompressed, in `reduce`.
+- spanning.py: sums the gradients of a model that spans ranks over its replicas, uncompressed, in
+  `reduce`; along `shard`, FSDP has summed them in the backward pass.
 - local_sgd.py: reduces no gradients; it averages parameters and optimizer state periodically.
 """
 
@@ -30,21 +32,24 @@ from hvdtrain.optim.trainable import SPARSE
 from hvdtrain.runtime.state_part import StatePart
 
 T = TypeVar("T", bound=Tensor)
-# Replacement of a gradient that autograd is about to accumulate; None: unchanged.
+# What a hook returns for a gradient that autograd is about to accumulate: None leaves it as it is,
+# (tensor,) replaces it, and (None,) lets autograd accumulate nothing.
 Replacement = tuple[Tensor | None, ...] | None
 
 # Maximum size of a bucket. Large enough that its transfer takes longer than its negotiation.
 BUCKET_BYTES = 8 << 20
-SMALLEST_BUCKET_BYTES = 1 << 20
+# Lower bound of that limit, for small models: a message below it costs its latency.
+SMALLEST_BUCKET_LIMIT = 1 << 20
 
 
 class Exchange:
     """Replace each rank's gradients by the gradients of the global batch, over the data axis.
 
-    A step consists of `begin(passes)`, that many backward passes, `reduce()`, the removal of frozen
-    parameters (`trained`), `agreed_norm(...)`, the optimizer step, and `commit(...)`; TrainStep
-    (engine/step.py) is the caller. During the last backward pass most implementations compress and
-    send gradients from hooks (Arrivals), as listed at the top of this file. Every rank
+    A step consists of `begin(passes)`, that many backward passes, `reduce()`, the removal of the
+    gradients of frozen parameters (`trained`), `agreed_norm(...)`, the optimizer step, and
+    `commit(...)`; TrainStep (engine/step.py) is the caller. During the last backward pass most
+    implementations compress and send gradients from hooks (GradientHooks), as listed at the top of
+    this file. Every rank
     participates in each step, even if it has no backward pass or if a pass did not reach some
     parameters: these gradients count as zero.
 
@@ -52,8 +57,9 @@ class Exchange:
     (engine/step.py), whose all-reduce overlaps with the exchange. It carries the loss weights that
     scale the gradients, and the ranks' frozen parameters.
 
-    If a rank is lost, the waiting call raises HorovodInternalError. An elastic run then shuts
-    Horovod down, calls `abort()` and joins the next generation, which repeats the step.
+    If a rank is lost, the waiting call raises RankLostError. An elastic run then shuts Horovod
+    down, calls `abort()` (or drops the exchange, if a model spans ranks) and joins the next
+    generation, which repeats the step.
 
     Args:
         trained: the parameters whose gradients are exchanged.
@@ -75,26 +81,26 @@ class Exchange:
         return self.trained.in_order
 
     def begin(self, passes: int) -> None:
-        """Announce the number of backward passes of this step on this rank; may be 0."""
+        """Begin a step with this number of backward passes on this rank; may be 0."""
 
     def reduce(self) -> None:
         """Wait until every `parameter.grad` is the gradient of the global batch.
 
         Raises:
-            HorovodInternalError: another rank is gone.
+            RankLostError: another rank is gone.
         """
         raise NotImplementedError
 
     def agreed_norm(self, own: Tensor) -> Tensor:
         """Return the norm by which all ranks make the same decision whether to apply the step.
 
-        Only ranks with gradients of their own (local_sgd.py) need to communicate.
+        Only local SGD, whose ranks keep different gradients, communicates here.
 
         Args:
             own: norm of the gradients on this rank.
 
         Raises:
-            HorovodInternalError: another rank is gone.
+            RankLostError: another rank is gone.
         """
         return own
 
@@ -102,7 +108,7 @@ class Exchange:
         """Complete a step, after the update or after it was skipped (gradient not finite)."""
 
     def abort(self) -> None:
-        """Clear the state of a failed step, so that the next one can begin.
+        """Discard what a failed step has left, so that the next step can begin.
 
         Call it after `hvd.shutdown()`, which ends every pending collective.
         """
@@ -119,8 +125,8 @@ class TrainedParameters:
 
     A task may freeze parameters during a run (`requires_grad_(False)`) and unfreeze them again.
     Their gradients are still sent, as zeros, so that no rank waits for another and sums are rounded
-    as before; then `drop_frozen` removes them, and the optimizer skips these parameters: no
-    momentum, no weight decay.
+    as before the freezing. Then `drop_frozen` removes them, and the optimizer skips these
+    parameters: no momentum, no weight decay.
 
     Args:
         optimizer: over parameters of `model`.
@@ -128,9 +134,9 @@ class TrainedParameters:
 
     Attributes:
         in_order: the parameters.
-        names: name of each parameter.
-        all_names: names of the parameters of all ranks, identical on all ranks; if a model spans
-            ranks, some of them are not on this rank.
+        names: parameter -> its name.
+        all_names: names of the parameters of all ranks, identical on all ranks. If a model spans
+            ranks, spanning.py adds the names that are not on this rank.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
@@ -141,7 +147,7 @@ class TrainedParameters:
         self._unknown = [(n, p) for n, p in model.named_parameters() if p not in self.names]
 
     def frozen(self) -> list[bool]:
-        """Whether the task has frozen each of `all_names` here; False if it is not on this rank.
+        """Return which of `all_names` the task has frozen on this rank.
 
         Raises:
             UnsupportedTaskError: the task unfroze a parameter that was frozen when it created the
@@ -182,7 +188,7 @@ def gradient_buckets(parameters: Sequence[T], widening: int = 1) -> list[list[T]
         widening: bytes sent per byte of gradient.
     """
     total = sum(p.numel() * p.element_size() for p in parameters)
-    limit = min(BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, total // 4)) // widening
+    limit = min(BUCKET_BYTES, max(SMALLEST_BUCKET_LIMIT, total // 4)) // widening
     return buckets(parameters, limit, first=limit // 8)
 
 
@@ -194,7 +200,8 @@ def buckets(
     A parameter larger than `limit` has its own bucket.
 
     Args:
-        first: bytes with which the first bucket is full; None: the same limit as the others.
+        first: the first bucket is closed once it has this many bytes; None: it has the same limit
+            as the others.
     """
     groups: list[list[T]] = []
     size = 0
@@ -209,7 +216,7 @@ def buckets(
     return groups
 
 
-class Arrivals:
+class GradientHooks:
     """Hooks that count each parameter's gradients, up to the step's number of backward passes.
 
     bucketed.py sends a bucket in `complete`. Horovod's own hooks do so for dense.py.
@@ -242,7 +249,8 @@ class Arrivals:
         self._reached: dict[Tensor, int] = {}
         self._passes = 0
         self.first_complete_at: float | None = None
-        # Runs before other hooks at the same node, and also if nothing is accumulated.
+        # These hooks run before other hooks at the same node, and also if nothing is accumulated.
+        # torch keeps neither nodes nor hooks alive.
         self._nodes = [get_gradient_edge(p).node for p in parameters.in_order]
         self._hooks = [
             node.register_prehook(partial(self._count, parameter))
@@ -250,7 +258,7 @@ class Arrivals:
         ]
 
     def begin(self, passes: int) -> None:
-        """Begin a step of `passes` backward passes; at least 1 is counted."""
+        """Begin a step of at least one backward pass."""
         self._passes = passes
         self._reached.clear()
         self._missing = list(self._bucket_sizes)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.base import Arrivals, Exchange, Replacement, TrainedParameters
+from hvdtrain.exchange.base import Exchange, GradientHooks, Replacement, TrainedParameters
 from hvdtrain.runtime.state_part import Scope, StatePart
 
 
@@ -96,7 +96,7 @@ class BucketedExchange(Exchange):
         self._buckets = buckets
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         groups = [bucket.parameters for bucket in buckets]
-        self._arrivals = Arrivals(trained, groups, self._arrived, self._send)
+        self._arrivals = GradientHooks(trained, groups, self._arrived, self._send)
         residuals = [bucket.residual for bucket in buckets if bucket.residual is not None]
         self._parts = [*parts, Residuals(residuals)] if residuals else parts
 

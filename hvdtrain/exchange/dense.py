@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.exchange.base import (
-    Arrivals,
     Exchange,
+    GradientHooks,
     Replacement,
     TrainedParameters,
     gradient_buckets,
@@ -62,10 +62,10 @@ class DenseExchange(Exchange):
         )
         self._memory = BucketMemory(groups) if in_place else None
         # Horovod's own hooks, which run after these, send a complete bucket.
-        self._arrivals = Arrivals(self.trained, groups, self._arrived, lambda bucket: None)
+        self._arrivals = GradientHooks(self.trained, groups, self._arrived, lambda bucket: None)
 
     def _arrived(self, parameter: nn.Parameter, gradient: Tensor | None) -> Replacement:
-        """Handle the gradient of one pass; see Arrivals. Horovod's hooks compress and send it."""
+        """Handle the gradient of one pass, see GradientHooks; Horovod's hooks send it."""
         if gradient is None or not parameter.requires_grad:
             if self._distributed and parameter.grad is None:
                 # Nothing will be accumulated, but Horovod's hook needs a gradient to send.

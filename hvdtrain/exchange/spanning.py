@@ -30,7 +30,7 @@ class SpanningExchange(Exchange):
     Args:
         optimizer: over this rank's shard of the parameters.
         model: gives the parameters their names.
-        mesh: of the only generation: its ranks do not change.
+        mesh: of this generation; an elastic run builds the exchange again in the next one.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> None:
@@ -39,7 +39,7 @@ class SpanningExchange(Exchange):
         self._same_shard = set_of_shard(mesh.grid, mesh.topology.rank)
         self._context = mesh.ranks_along("context")
         self._buckets = buckets(self.parameters)
-        everywhere = gather_json(self.trained.all_names, "parts.names")
+        everywhere = gather_json(self.trained.all_names, "shards.names")
         self.trained.all_names = [*dict.fromkeys(name for names in everywhere for name in names)]
         self._bytes = sum(local(p).numel() * p.element_size() for p in self.parameters)
 
@@ -68,7 +68,7 @@ class SpanningExchange(Exchange):
     def _sum_over_replicas(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         handles = [
             hvd.grouped_allreduce_async_(
-                [*bucket], op=hvd.Sum, name=f"parts.{number}", process_set=self._same_shard
+                [*bucket], op=hvd.Sum, name=f"shards.{number}", process_set=self._same_shard
             )
             for number, bucket in enumerate(gradients)
         ]

@@ -1,4 +1,4 @@
-"""Agreement of ranks that hold shards: all ranks take a step, or none does."""
+"""Agreement of ranks that hold shards: all ranks apply an update, or none does."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from hvdtrain.runtime.collectives import sum_
 
 
 class Agreement:
-    """Wait before a step until every rank has the gradients of the step.
+    """Barrier before an update: every rank has the gradients of the step.
 
-    After that, no rank can be a step ahead of a rank that cannot follow: a rank that was not
-    notified that all ranks are ready keeps its gradients, and takes the step when it meets a rank
-    that took it.
+    After it, no rank can be a step ahead of a rank that cannot follow. If the barrier fails, some
+    ranks may have passed it, and others not. A rank that did not pass keeps its gradients, and
+    applies the update late if it meets a rank that did.
     """
 
     def __init__(self) -> None:
         self._pending: tuple[int, Callable[[], None]] | None = None
 
-    def __call__(self, step: int, take: Callable[[], None]) -> None:
-        """Wait until all ranks can take a step.
+    def wait(self, step: int, apply_late: Callable[[], None]) -> None:
+        """Wait until all ranks can apply the update of a step.
 
         Args:
             step: its number.
-            take: takes this step later, after this call has failed: it changes all of this rank's
+            apply_late: applies the update after this call has failed: it changes all of this rank's
                 state without communication.
 
         Raises:
-            RankLostError: another rank is gone. Some rank may have taken the step.
+            RankLostError: another rank is gone. Some rank may have applied the update.
         """
-        self._pending = step, take
+        self._pending = step, apply_late
         sum_(torch.zeros(1), "step.agree")
         self._pending = None
 
     def forget(self) -> None:
-        """Drop the pending step: its gradients are about to be overwritten."""
+        """Drop the pending update: its gradients are about to be overwritten."""
         self._pending = None
 
     def reachable_step(self, step: int) -> int:
@@ -45,9 +45,9 @@ class Agreement:
         return step + 1 if pending else step
 
     def catch_up(self, step: int, newest: int) -> None:
-        """Take the pending step if another rank, which is at `newest`, has taken it."""
+        """Apply the pending update if another rank, which is at `newest`, has applied it."""
         if step < newest == self.reachable_step(step):
             assert self._pending is not None
-            _, take = self._pending
+            _, apply_late = self._pending
             self._pending = None
-            take()
+            apply_late()

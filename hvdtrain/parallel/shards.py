@@ -5,12 +5,15 @@ without communication. Two layouts use it:
 
 - The state of a sharded optimizer (zero.py, ZeRO-1, arXiv:1910.02054). The trained parameters,
   flattened and concatenated, are cut into as many equal shards as there are ranks, and each shard
-  is held by several ranks. Any number of ranks can continue: the parameters are cut again.
+  is held by `parallel.zero_copies` ranks. Any number of ranks can continue: the parameters are cut
+  again.
 - A model that spans ranks (spanned.py). A replica has a fixed number of shards, each of which is
-  sent as a unit: shard n is element n of a single tensor. Each replica holds all shards.
+  sent as a unit. To share the code, shard n is written as the placeholder Interval(0, n, n + 1),
+  which says nothing about the shard's elements. Each replica holds all shards.
 
 After a change of ranks, `plan_transfers` compares what the ranks hold with what the new ShardMap
-assigns to them. zero_state.py and spanned.py then send the elements.
+assigns to them. Generation calls it through zero_state.hand_over, and Spanning.regroup calls it;
+zero_state.py and spanned.py then send the elements.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ class Interval(NamedTuple):
     """Consecutive elements of one tensor, in C order.
 
     Args:
-        tensor: its number; of a sharded optimizer, in the optimizer's order of parameters.
+        tensor: index of the tensor; in a sharded optimizer, of the parameter.
         start: the first element.
         stop: one beyond the last element.
     """
@@ -47,7 +50,8 @@ class ShardMap:
 
     Args:
         shards: the intervals of each shard, in the order of the tensors.
-        holders: the ranks that hold each shard; the first one saves it.
+        holders: the ranks that hold each shard. The first one saves a shard of an optimizer;
+            spanned.Saves says who saves the tensors of a model that spans ranks.
     """
 
     shards: tuple[tuple[Interval, ...], ...] = ()
@@ -62,23 +66,24 @@ class ShardMap:
         Args:
             sizes: elements of each tensor.
             hosts: host of each rank.
-            copies: ranks that hold each shard, on different hosts if possible; all ranks if there
-                are fewer.
+            copies: number of ranks that hold each shard, on different hosts if possible; all ranks
+                if `copies` exceeds their number.
         """
-        ring = _ring(hosts, copies)
+        ring = _ring(hosts)
         ranks = len(hosts)
         holders = [
             tuple(ring[(place + copy) % ranks] for copy in range(min(copies, ranks)))
             for place in range(ranks)
         ]
-        return cls(tuple(_cut(sizes, ranks)), tuple(sorted(holders)))
+        by_first_holder = sorted(holders)  # the first holder of shard r is rank r
+        return cls(tuple(_cut(sizes, ranks)), tuple(by_first_holder))
 
     @classmethod
     def of_replicas(cls, grid: Grid) -> ShardMap:
         """Return the map of a model that spans ranks: one holder of each shard per replica."""
         shards = range(grid.replica_size)
         return cls(
-            tuple((*unit_shard(shard),) for shard in shards),
+            tuple((*placeholder(shard),) for shard in shards),
             tuple(grid.ranks[shard :: grid.replica_size] for shard in shards),
         )
 
@@ -105,8 +110,8 @@ class ShardMap:
         return sorted({host for own in hosts_of_shards if len(own) == 1 for host in own})
 
 
-def unit_shard(shard: int | None) -> list[Interval]:
-    """Return what a rank holds that holds this shard of a model that spans ranks, or no shard."""
+def placeholder(shard: int | None) -> list[Interval]:
+    """Return the interval that stands for a shard of a model that spans ranks; none for None."""
     return [] if shard is None else [Interval(0, shard, shard + 1)]
 
 
@@ -125,26 +130,25 @@ def _cut(sizes: Sequence[int], shards: int) -> list[tuple[Interval, ...]]:
     return found
 
 
-def _ring(hosts: Sequence[str], copies: int) -> list[int]:
-    """Order the ranks so that `copies` neighbors are on different hosts, if possible.
+def _ring(hosts: Sequence[str]) -> list[int]:
+    """Order the ranks in a ring in which neighbors are on different hosts, as far as possible.
 
-    Ranks of one host are placed `copies` places apart, starting with the host that has the most
-    ranks; it is possible if no host has more than one in `copies` of the ranks.
+    If no host has more than 1/n of the ranks, any n consecutive ranks are on n hosts. The ring
+    consists of rounds, as many as the largest host has ranks. Listed host by host, largest first,
+    the ranks go to the rounds in turn, so each host has at most one rank in a round, at nearly the
+    same place of each round; and a round has at least n ranks.
     """
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
-    ranks = [rank for own in sorted(by_host.values(), key=len, reverse=True) for rank in own]
-    size = len(ranks)
-    places = [place for first in range(copies) for place in range(first, size, copies)]
-    ring = [0] * size
-    for place, rank in zip(places, ranks, strict=True):
-        ring[place] = rank
-    return ring
+    groups = sorted(by_host.values(), key=len, reverse=True)
+    ranks = [rank for group in groups for rank in group]
+    rounds = len(groups[0])
+    return [rank for first in range(rounds) for rank in ranks[first::rounds]]
 
 
 class Transfer(NamedTuple):
-    """Elements that one rank sends to the ranks that lack them.
+    """Elements that one rank sends to the ranks that lack them (zero_state.py: to all ranks).
 
     Args:
         source: the lowest rank that holds them.
@@ -167,20 +171,20 @@ def plan_transfers(
         wanted: the intervals that each rank must hold.
 
     Returns:
-        Transfers, ordered by source, then by interval.
+        Transfers, ordered by source, then by interval; zero_state.py batches those of one source.
 
     Raises:
         ShardLostError: no rank holds some wanted elements.
     """
-    held_by_tensor, wanted_by_tensor = _by_tensor(held), _by_tensor(wanted)
+    held_ranges, wanted_ranges = _by_tensor(held), _by_tensor(wanted)
     transfers: list[Transfer] = []
-    for tensor, wants in wanted_by_tensor.items():
-        has = held_by_tensor.get(tensor, [])
-        edges = sorted({edge for _, start, stop in (*has, *wants) for edge in (start, stop)})
+    for tensor, wanted_of in wanted_ranges.items():
+        held_of = held_ranges.get(tensor, [])
+        edges = sorted({edge for _, *ends in (*held_of, *wanted_of) for edge in ends})
         # Between two neighboring edges, neither the holders nor the receivers change.
         for start, stop in pairwise(edges):
-            holders = _ranks_with(has, start, stop)
-            receivers = _ranks_with(wants, start, stop) - holders
+            holders = _ranks_with(held_of, start, stop)
+            receivers = _ranks_with(wanted_of, start, stop) - holders
             if receivers and not holders:
                 raise ShardLostError(f"elements {start} to {stop} of tensor {tensor}")
             if receivers:
@@ -189,7 +193,7 @@ def plan_transfers(
     return sorted(transfers)
 
 
-class _Range(NamedTuple):
+class _RankRange(NamedTuple):
     """Elements of one tensor that a rank holds, or wants."""
 
     rank: int
@@ -197,15 +201,15 @@ class _Range(NamedTuple):
     stop: int
 
 
-def _by_tensor(intervals: Sequence[Sequence[Interval]]) -> dict[int, list[_Range]]:
+def _by_tensor(intervals: Sequence[Sequence[Interval]]) -> dict[int, list[_RankRange]]:
     """Number of a tensor -> the ranges of all ranks in it."""
-    found: dict[int, list[_Range]] = {}
+    found: dict[int, list[_RankRange]] = {}
     for rank, own in enumerate(intervals):
         for tensor, start, stop in own:
-            found.setdefault(tensor, []).append(_Range(rank, start, stop))
+            found.setdefault(tensor, []).append(_RankRange(rank, start, stop))
     return found
 
 
-def _ranks_with(ranges: Sequence[_Range], start: int, stop: int) -> set[int]:
+def _ranks_with(ranges: Sequence[_RankRange], start: int, stop: int) -> set[int]:
     """Return the ranks that have all elements from `start` up to `stop` in one range."""
     return {r.rank for r in ranges if r.start <= start and stop <= r.stop}

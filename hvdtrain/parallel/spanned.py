@@ -372,7 +372,7 @@ def transfer_shards(
 def _broadcast(own: HeldShard | None, each: Transfer, group: ProcessSet) -> HeldShard:
     held: Mapping[str, Tensor] = own.tensors if own else {}
     layout = {key: [[*t.shape], str(t.dtype).removeprefix("torch.")] for key, t in held.items()}
-    shard = each.interval.start  # see unit_shard
+    shard = each.interval.start  # see placeholder
     name = f"shard.{shard}"
     state = [layout, own.progress, own.applied] if own else None
     theirs, progress, applied = broadcast_json(state, f"{name}.layout", each.source, group)

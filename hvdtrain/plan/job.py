@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.errors import UserError, require
-from hvdtrain.exchange.base import BUCKET_BYTES, SMALLEST_BUCKET_BYTES, gradient_buckets
+from hvdtrain.exchange.base import BUCKET_BYTES, SMALLEST_BUCKET_LIMIT, gradient_buckets
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def even_buckets(elements: int) -> tuple[GradientBucket, ...]:
     proportion to its size.
     """
     # At 4 bytes per element, a quarter of all bytes has `elements` bytes.
-    limit = min(BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, elements)) // 4
+    limit = min(BUCKET_BYTES, max(SMALLEST_BUCKET_LIMIT, elements)) // 4
     found: list[GradientBucket] = []
     done = 0
     while done < elements:

@@ -14,7 +14,7 @@ from hvdtrain.config import Config
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.buckets import SampleBuckets
 from hvdtrain.data.loader import Loading, TrainLoader
-from hvdtrain.engine.accumulate import Passes
+from hvdtrain.engine.accumulate import Accumulate, Passes
 from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.engine.local_steps import LocalSteps
@@ -105,26 +105,6 @@ class RunComponents:
         """How batches are loaded in training and evaluation."""
         pin_memory = self.device.type == "cuda"
         return Loading(self.config.loader, pin_memory, collate_of(self.task))
-
-    def go_back(self) -> bool:
-        """Restore a consistent state after a failure; no collective may be in progress.
-
-        Ranks that step independently return to their last common state. A rank that has received
-        a newer state only in part returns to its own older state.
-
-        Returns:
-            Whether this rank holds its own older state again.
-        """
-        diverged = isinstance(self.exchange, LocalSgd) and self.exchange.diverged
-        if self.snapshot is not None and diverged:
-            self.snapshot.restore()
-        older, self.older = self.older, None
-        if older is None:
-            return False
-        older.restore()
-        step = self.state.progress.step
-        logger.info("a newer state did not arrive: back at this rank's own state of step %d", step)
-        return True
 
 
 def build_components(prepared: Prepared, strategy: Strategy, topology: Topology) -> RunComponents:
@@ -271,10 +251,16 @@ def build_loop(
 
 def build_passes(config: Config, components: RunComponents, context: RankContext) -> Passes:
     """Build the forward and backward passes of one generation, for training and evaluation."""
+    task, precision, stages = components.task, components.precision, components.strategy.stages
+    micro_batches = config.batch.micro_batches
+    if stages is not None:
+        from hvdtrain.engine.pipeline import Pipeline
+
+        group, schedule = context.mesh.axes.get_group("pipeline"), config.parallel.schedule
+        return Pipeline(task, stages, schedule, group, micro_batches, context, precision=precision)
     model, interleaved = components.state.model, components.interleaved
-    return components.strategy.passes(
-        config, components.task, model, components.precision, context, interleaved
-    )
+    exact = config.exchange.exact
+    return Accumulate(task, model, micro_batches, context, exact, precision, interleaved)
 
 
 # --- model and optimizer ------------------------------------------------------

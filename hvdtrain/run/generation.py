@@ -23,6 +23,7 @@ from hvdtrain.engine.integrity import TensorHash, state_hash
 from hvdtrain.engine.loop import Interruptions, Loop
 from hvdtrain.engine.state import Snapshot
 from hvdtrain.errors import EXIT_PREEMPTED, UserError, crash
+from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_loop
 from hvdtrain.run.callbacks import Callbacks, Outputs, build_callbacks
@@ -187,7 +188,7 @@ class Generation:
         """Send the state of rank `source` to every rank that does not hold it.
 
         If a rank dies meanwhile, each other rank holds its own state or the new one (see
-        RunComponents.go_back), or no state if it joined without one.
+        restore_consistent_state), or no state if it joined without one.
 
         Returns:
             False, on all ranks: a shard was lost with the ranks that held it.
@@ -357,6 +358,27 @@ class Generation:
             recorder.emit_end(self._components.state.progress.step, code)
         gather_json(None, "done")  # the launcher treats a rank's end as the end of all ranks
         return code
+
+
+def restore_consistent_state(components: RunComponents) -> bool:
+    """Restore a consistent state after a failure; no collective may be in progress.
+
+    Ranks that step independently return to their last common state. A rank that has received a
+    newer state only in part returns to its own older state.
+
+    Returns:
+        Whether this rank holds its own older state again.
+    """
+    diverged = isinstance(components.exchange, LocalSgd) and components.exchange.diverged
+    if components.snapshot is not None and diverged:
+        components.snapshot.restore()
+    older, components.older = components.older, None
+    if older is None:
+        return False
+    older.restore()
+    step = components.state.progress.step
+    logger.info("a newer state did not arrive: back at this rank's own state of step %d", step)
+    return True
 
 
 def _check_saved(callbacks: Callbacks) -> None:

@@ -342,7 +342,7 @@ class PersistentState:
         initial: its state is still the initial one from the seed.
         newest: the newest step whose state a rank held in memory, as far as this process knows;
             None once the run continues or begins. If no rank holds a state, this one is lost.
-        phase: phase of the generation, see failures.py.
+        phase: phase of the generation, see elastic/status.py.
     """
 
     def __init__(self, config: Config, watchdog: KeptWatchdog | None, local_rank: int) -> None:

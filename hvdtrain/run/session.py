@@ -16,7 +16,7 @@ elastic training this ends the run (`run`). In an elastic run the driver (elasti
 notifies the ranks, which abort their collectives at once (`_abort`). Each surviving rank then
 
 1. shuts Horovod down, so that no collective writes into its state any more,
-2. restores a complete state if necessary (RunComponents.go_back),
+2. restores a complete state if necessary (generation.restore_consistent_state),
 3. requests its ranks in the next generation from the driver (Rejoin),
 4. agrees with the other ranks on a source rank, receives its state if it is newer, and continues
    to train (generation.py). New processes receive the state in the same way.
@@ -52,7 +52,7 @@ from hvdtrain.engine.loop import MembershipChanged
 from hvdtrain.errors import EXIT_CRASH, crash
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_components
-from hvdtrain.run.generation import Cause, Generation, Launched
+from hvdtrain.run.generation import Cause, Generation, Launched, restore_consistent_state
 from hvdtrain.run.prepare import Prepared, Start, prepare, prepare_environment
 from hvdtrain.run.recorder import PersistentState
 from hvdtrain.run.start_checks import agree_to_start
@@ -283,7 +283,8 @@ class Session:
                 failure = Failure(self.persistent.phase, str(error))
                 with heartbeat.HEARTBEAT.waiting():
                     shut_down()  # from here on no collective writes into the state
-                if self._components is not None and self._components.go_back():
+                components = self._components
+                if components is not None and restore_consistent_state(components):
                     self.persistent.trained = True
                 step = self._prepared.progress.step
                 logger.warning("step %d failed: %s", failed, error)
@@ -306,7 +307,7 @@ class Failure:
     """Failure of the last generation of an elastic run.
 
     Args:
-        phase: the phase in which it failed, see failures.py; None: it did not fail.
+        phase: the phase in which it failed, see elastic/status.py; None: it did not fail.
     """
 
     phase: str | None = None

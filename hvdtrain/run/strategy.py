@@ -33,8 +33,6 @@ from torch.optim import Optimizer
 
 from hvdtrain.config import Config
 from hvdtrain.elastic.membership import ReplacedError
-from hvdtrain.engine.accumulate import Accumulate, Passes
-from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.engine.loop import MembershipChanged
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import norm_of_gradients
@@ -46,11 +44,10 @@ from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.precision import BF16_PARAMS, Precision
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.parallel.local_optimizer import LocalOptimizer, total_norm
-from hvdtrain.parallel.shards import ShardLostError, ShardMap, plan_transfers, unit_shard
+from hvdtrain.parallel.shards import ShardLostError, ShardMap, placeholder, plan_transfers
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.run.recorder import PersistentState
 from hvdtrain.runtime.collectives import gather_json
-from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.mesh import Grid, Mesh, Topology
 from hvdtrain.runtime.state_part import ShardedPart, StatePart
 from hvdtrain.tasks import Task, blocks_of, optional
@@ -96,9 +93,11 @@ class Replicated:
     Attributes:
         holds_whole_model: a single rank can compute with the model.
         rebuilds: each generation builds the components again, with `regroup`.
+        stages: with parallel.pipeline, this rank's stages of the model, once it is split.
     """
 
     holds_whole_model = True
+    stages: CutModel | None = None
     rebuilds = False
 
     def __init__(self, config: Config, elastic: bool) -> None:
@@ -146,19 +145,6 @@ class Replicated:
     def norm(self, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor]:
         """Return the function that computes the norm of the whole model's gradients."""
         return norm_of_gradients
-
-    def passes(
-        self,
-        config: Config,
-        task: Task,
-        model: nn.Module,
-        precision: Precision,
-        context: RankContext,
-        interleaved: InterleavedBackward | None,
-    ) -> Passes:
-        """Build the forward and backward passes of one generation."""
-        micro_batches, exact = config.batch.micro_batches, config.exchange.exact
-        return Accumulate(task, model, micro_batches, context, exact, precision, interleaved)
 
     # --- generations of an elastic run ----------------------------------------
 
@@ -211,7 +197,7 @@ class Spanning:
         self._elastic = self.rebuilds = elastic
         self._grid: Grid | None = None  # of this generation; None: in the order of the ranks
         self._mesh: Mesh | None = None
-        self._stages: CutModel | None = None  # with parallel.pipeline, this rank's stages
+        self.stages: CutModel | None = None
         self._connections = Connections()
         # Components of the last generation that trained; they hold this rank's shard while
         # `_shard` is None.
@@ -242,7 +228,7 @@ class Spanning:
 
     def use(self, mesh: Mesh) -> None:
         """Distribute the model over the ranks of `mesh`, whose world exists."""
-        self._mesh, self._stages = mesh, None
+        self._mesh, self.stages = mesh, None
 
     def mesh(self, topology: Topology) -> Mesh:
         assert self._mesh is not None and self._mesh.topology == topology
@@ -302,7 +288,7 @@ class Spanning:
                 "would be those of one stage: use LayerNorm or GroupNorm"
             )
         layout = Layout(parallel.pipeline, virtual_stages(parallel.schedule))
-        self._stages = CutModel(task, model, layout, mesh.coordinates["pipeline"])
+        self.stages = CutModel(task, model, layout, mesh.coordinates["pipeline"])
 
     def shard(self, task: Task, model: nn.Module) -> None:
         """See Replicated. Blocks of other pipeline stages are no longer in the model.
@@ -332,11 +318,11 @@ class Spanning:
                 "task's blocks(model)"
             )
         offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
-        in_order = self._stages is None
+        in_order = self.stages is None
         sharding = Sharding(parallel.reshard_after_forward, offload=offload, in_order=in_order)
         apply_shard(model, blocks, axes["shard"], sharding)
-        if self._stages is not None:
-            self._stages.leave_after_hooks()
+        if self.stages is not None:
+            self.stages.leave_after_hooks()
 
     def optimizer(self, optimizer: Optimizer, precision: Precision) -> Optimizer:
         return LocalOptimizer(optimizer)
@@ -356,7 +342,7 @@ class Spanning:
         )
 
         assert self._mesh is not None
-        twice = set(self._stages.tied) if self._stages and self._stages.rank > 0 else set[str]()
+        twice = set(self.stages.tied) if self.stages and self.stages.rank > 0 else set[str]()
         saves = Saves(self._mesh, twice)
         parts = SpannedModel(model, saves), SpannedOptimizer(optimizer, model, saves)
         return (), (*parts, SpannedEma(ema, model, saves)) if ema else parts
@@ -370,7 +356,7 @@ class Spanning:
         assert self._mesh is not None
         same_layers = holders_mesh(self._mesh.axes)
         # Both ends of the pipeline have the whole gradient of a tied parameter.
-        tied = set(self._stages.tied.values()) if self._stages else set()
+        tied = set(self.stages.tied.values()) if self.stages else set()
 
         @cache
         def copies(parameter: Tensor) -> int:
@@ -378,25 +364,6 @@ class Spanning:
             return 2 * own if parameter in tied else own
 
         return partial(total_norm, holders=copies, group=None, device=device)
-
-    def passes(
-        self,
-        config: Config,
-        task: Task,
-        model: nn.Module,
-        precision: Precision,
-        context: RankContext,
-        interleaved: InterleavedBackward | None,
-    ) -> Passes:
-        micro_batches, exact = config.batch.micro_batches, config.exchange.exact
-        if self._stages is None:
-            return Accumulate(task, model, micro_batches, context, exact, precision, interleaved)
-        from hvdtrain.engine.pipeline import Pipeline
-
-        group, schedule = context.mesh.axes.get_group("pipeline"), config.parallel.schedule
-        return Pipeline(
-            task, self._stages, schedule, group, micro_batches, context, precision=precision
-        )
 
     # --- generations of an elastic run ----------------------------------------
 
@@ -430,7 +397,7 @@ class Spanning:
             MembershipChanged: the index of another rank's shard would change.
         """
         own = self.status(persistent, step)
-        statuses = [ShardStatus(*theirs) for theirs in gather_json([*own], "parts")]
+        statuses = [ShardStatus(*theirs) for theirs in gather_json([*own], "shards.held")]
         newest = max(status.step for status in statuses)  # -1: no rank holds a shard
         if self._shard is None and own.shard is not None:
             assert self._components is not None and self._components.agreement is not None
@@ -472,7 +439,7 @@ class Spanning:
         """Give every rank its shard as of step `newest`; if one was lost, drop all shards."""
         from hvdtrain.parallel.spanned import transfer_shards
 
-        held = [unit_shard(status.holds(newest)) for status in statuses]
+        held = [placeholder(status.holds(newest)) for status in statuses]
         shard_map = ShardMap.of_replicas(grid)
         try:
             transfers = plan_transfers(held, [shard_map.held_by(r) for r in range(len(held))])

@@ -84,7 +84,7 @@ def _lose(agreement: Agreement, take: Callable[[], None]) -> None:
         raise RankLostError(name)
 
     with patch("hvdtrain.parallel.agreement.sum_", lost), pytest.raises(RankLostError):
-        agreement(STEP + 1, take)
+        agreement.wait(STEP + 1, take)
 
 
 @pytest.mark.parametrize("spare", [False, True], ids=["takes part", "spare"])

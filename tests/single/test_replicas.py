@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.elastic.processes import TrainingProcess, choose
 from hvdtrain.elastic.status import Identity, ProcessStatus
-from hvdtrain.parallel.shards import ShardLostError, ShardMap, Transfer, plan_transfers, unit_shard
+from hvdtrain.parallel.shards import ShardLostError, ShardMap, Transfer, placeholder, plan_transfers
 from hvdtrain.run.strategy import ShardStatus, arrange
 from hvdtrain.runtime.mesh import Grid
 
@@ -119,12 +119,12 @@ def _plan(held: Sequence[int | None], grid: Grid) -> list[Transfer]:
     """The transfers that give every rank its shard of a model that spans ranks."""
     shard_map = ShardMap.of_replicas(grid)
     wanted = [shard_map.held_by(rank) for rank in range(len(held))]
-    return plan_transfers([*map(unit_shard, held)], wanted)
+    return plan_transfers([*map(placeholder, held)], wanted)
 
 
 def test_shards_are_sent_from_their_holders_to_ranks_that_lack_them() -> None:
     grid = Grid((0, 1, 2, 3), {"tensor": 2})
-    (zero,), (one,) = unit_shard(0), unit_shard(1)
+    (zero,), (one,) = placeholder(0), placeholder(1)
     assert _plan([None, 1, 0, None], grid) == [Transfer(1, one, (3,)), Transfer(2, zero, (0,))]
     assert _plan([0, 1, 0, 1], grid) == []
     assert _plan([1, 0], Grid((0, 1), {"tensor": 2})) == [

@@ -65,7 +65,7 @@ class _Rank:
         assert self.step is not None
         set_learning_rate(self.optimizer, _rate(self.step))
         exchange("gradients", None)
-        self.agreement(self.step + 1, self._take)
+        self.agreement.wait(self.step + 1, self._take)
         self._take()
         self.optimizer.gather()
 

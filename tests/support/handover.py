@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engine.callbacks import stragglers
-from hvdtrain.engine.step import Agreed, ControlVector
+from hvdtrain.engine.step import ControlSums, ControlVector
 from hvdtrain.parallel import agreement
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
@@ -47,15 +47,15 @@ class LostAhead(Paced):
         else:
             receive, calls = ControlVector.receive, 0
 
-            def failing(vector: ControlVector) -> Agreed:
+            def failing(vector: ControlVector) -> ControlSums:
                 nonlocal calls
-                agreed, calls = receive(vector), calls + 1
+                sums, calls = receive(vector), calls + 1
                 if calls == int(os.environ["HVDTRAIN_TEST_STEP"]):
                     if number == "2":
                         time.sleep(0.3)  # the others have it, or have failed
                         os.kill(os.getpid(), signal.SIGKILL)
                     raise RankLostError("the exchange did not reach this rank")
-                return agreed
+                return sums
 
             ControlVector.receive = failing  # type: ignore[method-assign]
 

@@ -427,26 +427,31 @@ class ElasticDriver:
         self._state.stop_requested = self._signalled = True
 
     def _discover(self) -> None:
-        first = True
-        while not self._shutdown.is_set():
-            try:
-                found = find_hosts(self._discovery)
-            except Exception as error:
-                _say(f"{'error: ' * first}discovery failed: {error}")
-                if first:
-                    self._kill(0)
-                    return
-            else:
-                first = False
-                with self._changed:
-                    for change in self._state.hosts_found(found, time.monotonic()):
-                        _say(change)
-                    self._changed.notify_all()
-            with self._changed:
-                ranks = len(self._state.alive("running"))
-                self._most_ranks = max(self._most_ranks, ranks)
-                complete = self._state.generations > 0 and ranks == self._most_ranks
-            self._shutdown.wait(_DISCOVERY_SECONDS[complete])
+        if problem := self._discover_once():
+            _say(f"error: {problem}")
+            self._kill(0)
+        while not self._shutdown.wait(self._discovery_pause()):
+            if problem := self._discover_once():
+                _say(problem)
+
+    def _discover_once(self) -> str:
+        """Adopt the hosts that a discovery finds; return why it failed, or ""."""
+        try:
+            found = find_hosts(self._discovery)
+        except Exception as error:
+            return f"discovery failed: {error}"
+        with self._changed:
+            for change in self._state.hosts_found(found, time.monotonic()):
+                _say(change)
+            self._changed.notify_all()
+        return ""
+
+    def _discovery_pause(self) -> float:
+        with self._changed:
+            ranks = len(self._state.alive("running"))
+            self._most_ranks = max(self._most_ranks, ranks)
+            complete = self._state.generations > 0 and ranks == self._most_ranks
+            return _DISCOVERY_SECONDS[complete]
 
     # --- verdicts on heartbeats, see heartbeats.Listener ---------------------
 

@@ -1,7 +1,7 @@
 """Invariants of the elastic driver's decisions under random sequences of events.
 
-A model of the processes (Rank) surrounds the real driver. Nothing sleeps and no thread runs.
-HVDTRAIN_DRIVER_EXAMPLES sets the number of sequences.
+A model of the processes (Rank) surrounds `decide`, and in some sequences the real driver. Nothing
+sleeps and no thread runs. HVDTRAIN_DRIVER_EXAMPLES sets the number of sequences.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from hypothesis.stateful import run_state_machine_as_test as run_sequences
 
 from hvdtrain.elastic.status import TRAINING, Identity, ProcessStatus
-from tests.support.driver_fakes import SteppedJob
+from tests.support.driver_fakes import DecidedJob, Formed, SteppedDriver
 
 HOSTS = ("a", "b", "c")
 IDENTITY = Identity("cpu", "digest", 100, None)
 TIMEOUT = 600  # seconds
 LAST_RESORT = 900.0
 LEAVE = 30.0
-EXAMPLES = int(os.environ.get("HVDTRAIN_DRIVER_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("HVDTRAIN_DRIVER_EXAMPLES", "1000"))
 
 
 @dataclass
@@ -72,9 +72,10 @@ class Rank:
 
 
 class Decisions(RuleBasedStateMachine):
-    """Events around one driver, and the invariants of what it decides."""
+    """Events around one job, and the invariants of what is decided for it."""
 
-    job: SteppedJob
+    begin: type[DecidedJob | SteppedDriver] = DecidedJob
+    job: DecidedJob | SteppedDriver
 
     @initialize(
         slots=st.lists(st.integers(1, 3), min_size=2, max_size=3),
@@ -99,7 +100,7 @@ class Decisions(RuleBasedStateMachine):
         self.broken = False  # the generation cannot complete a step
         self.newest = 0  # steps that the current generation began with
         np = min(sum(hosts.values()), self.max_np)
-        self.job = SteppedJob(hosts, np, self.min_np, self.max_np, TIMEOUT)
+        self.job = self.begin(hosts, np, self.min_np, self.max_np, TIMEOUT)
         self._adopt()
 
     # --- the model ----------------------------------------------------------
@@ -118,7 +119,7 @@ class Decisions(RuleBasedStateMachine):
 
     def _adopt(self) -> None:
         """Check the processes that the driver has just started, and what it asks to end."""
-        for process in self.job.processes[len(self.ranks) :]:
+        for process in self.job.state.processes[len(self.ranks) :]:
             assert process.slot < self.slots.get(process.host, 0), f"{process} on an excluded host"
             peers = [
                 r
@@ -131,11 +132,11 @@ class Decisions(RuleBasedStateMachine):
             used = [r for r in self.ranks.values() if r.phase != "gone" and not self._lost(r)]
             assert len(used) <= self.max_np, "more processes than --max-np"
         for rank in self.ranks.values():
-            if rank.phase != "gone" and self.job.processes[rank.number].end.is_set():
+            if rank.phase != "gone" and rank.number in self.job.ended:
                 assert rank.may_end, f"{rank} was healthy and was ended"
 
     def _lost(self, rank: Rank) -> bool:
-        return self.job.processes[rank.number].state == "lost"
+        return self.job.state.processes[rank.number].state == "lost"
 
     def _status(self, rank: Rank) -> ProcessStatus:
         return ProcessStatus(
@@ -160,7 +161,7 @@ class Decisions(RuleBasedStateMachine):
             rank.reachable, rank.failed, rank.survivor = rank.step, False, False
         else:
             assert not rank.told, f"{rank} was asked to end twice"
-            assert rank.may_end or rank.left or self.job.over or self.job.driver._ending, (
+            assert rank.may_end or rank.left or self.job.over or self.job.state.ending, (
                 f"{rank} was removed"
             )
             rank.told = True
@@ -221,7 +222,7 @@ class Decisions(RuleBasedStateMachine):
             rank.step = rank.reachable = self.newest = newest + steps
             if self.size > 1:
                 rank.shard = index % self.size
-        news = self.job.driver.news(members[0].number) if members else {}
+        news = self.job.news(members[0].number) if members else {}
         if news.get("stop"):
             for rank in members:
                 self.exit(rank, 75)
@@ -287,7 +288,7 @@ class Decisions(RuleBasedStateMachine):
         if rank.phase == "training":
             self._interrupt(done)
         if own:
-            self.job.driver.failed(rank.number, "ValueError: bad sample", rank.step + 1)
+            self.job.failed(rank.number, "ValueError: bad sample", rank.step + 1)
         self.exit(rank, 1 if own else 137)
 
     @precondition(_running)
@@ -312,7 +313,9 @@ class Decisions(RuleBasedStateMachine):
         if rank.phase == "training":
             self._interrupt(done)
         rank.hangs = True
-        self.job.driver.stuck(rank.number, "SIGKILL does not end it")
+        if not self._lost(rank):
+            rank.must_end = False
+        self.job.stuck(rank.number, "SIGKILL does not end it")
         rank.exclude("stuck", must_end=False)  # the watchdog tries
         self._adopt()
 
@@ -332,7 +335,7 @@ class Decisions(RuleBasedStateMachine):
         if rank is None or self._lost(rank):
             return
         self._interrupt(done)
-        self.job.driver.replace(rank.number, "it had part 0 of the model")
+        self.job.replace(rank.number, "it had part 0 of the model")
         rank.exclude("replaced")
         self._become(rank, "ending")
 
@@ -342,7 +345,7 @@ class Decisions(RuleBasedStateMachine):
         asked = [
             r
             for r in self._live("starting", "asking", "training", "ending")
-            if r.phase == "ending" or self.job.processes[r.number].end.is_set()
+            if r.phase == "ending" or r.number in self.job.ended
         ]
         rank = self._pick(asked, index)
         if rank is not None:
@@ -382,9 +385,9 @@ class Decisions(RuleBasedStateMachine):
         for rank in self._members():
             if rank.host != host or rank.hangs or self._lost(rank):
                 continue
-            leaving = self.job.processes[rank.number].leaving
-            self.job.driver.leave(rank.number, "notice")
-            if leaving or self.job.driver.news(rank.number)["stop"]:
+            noticed = rank.excluded  # a notice for it has been received before
+            self.job.leave(rank.number, "notice")
+            if noticed or self.job.news(rank.number)["stop"]:
                 continue
             self.noticed.add(host)
             self.slots.pop(host, None)
@@ -417,37 +420,31 @@ class Decisions(RuleBasedStateMachine):
         asking = [r for r in self._live("asking") if r.survivor and not self._lost(r)]
         waited = max((now - r.since for r in asking), default=0.0)
         for rank in self._live("starting", "training"):
+            if self._lost(rank):
+                continue
             if rank.phase == "training" and waited > LAST_RESORT:
                 rank.exclude("the others waited")
             elif rank.phase == "training" and rank.left and min(waited, now - rank.left) > LEAVE:
                 rank.exclude("it had to leave")
             elif rank.phase == "starting" and now - rank.since > TIMEOUT:
                 rank.may_end.append("never asked")
-        formed = len(self.job.rendezvous.plans)
+        formed = len(self.job.formed)
         self.job.consider(seconds)
         self._adopt()
-        plans = self.job.rendezvous.plans[formed:]
-        numbers = self.job.rendezvous.generations[formed:]
-        for plan, number in zip(plans, numbers, strict=True):
-            if number >= 0:
-                self._check_generation(number, [(s.rank, s.hostname) for s in plan])
+        for generation in self.job.formed[formed:]:
+            self._check_generation(generation)
         for rank in self._live("asking"):
             if not rank.hangs:
                 self._poll(rank)
 
     # --- invariants -------------------------------------------------------------
 
-    def _check_generation(self, number: int, plan: list[tuple[int, str]]) -> None:
-        assert number == self.generation + 1, "a generation was skipped or repeated"
-        self.generation, self.broken = number, False
-        given = {
-            p.number: p.assignment["rank"]
-            for p in self.job.processes
-            if p.assignment.get("generation") == number
-        }
-        chosen = [self.ranks[n] for n in given]
-        assert sorted(given.values()) == list(range(len(plan))), "ranks are not 0..n-1"
-        assert dict(plan) == {r: self.ranks[n].host for n, r in given.items()}
+    def _check_generation(self, formed: Formed) -> None:
+        assert formed.number == self.generation + 1, "a generation was skipped or repeated"
+        self.generation, self.broken = formed.number, False
+        chosen = [self.ranks[n] for n in formed.ranks]
+        assert sorted(formed.ranks.values()) == list(range(len(chosen))), "ranks are not 0..n-1"
+        assert formed.hosts == {rank: self.ranks[n].host for n, rank in formed.ranks.items()}
         assert len(chosen) >= self.min_np, "fewer ranks than --min-np"
         assert len(chosen) <= self.max_np, "more ranks than --max-np"
         assert len(chosen) % self.size == 0, "an incomplete replica"
@@ -488,47 +485,55 @@ class Decisions(RuleBasedStateMachine):
             if not self.job.over:
                 self.job.consider(0.0)
             for _ in range(2):
-                if not self.job.over and self.job.driver._ending is None:
+                if not self.job.over and not self.job.state.ending:
                     self.job.consider(31.0)
-            lost = Counter(m.partition(" is not waited")[0] for m in self.job.messages)
+            lost = Counter(m.partition(" is given up")[0] for m in self.job.messages)
             for rank in self._live("starting", "asking", "training", "ending"):
-                process = self.job.processes[rank.number]
-                ended = process.end.is_set() or rank.told
-                if rank.must_end and not self.job.over and self.job.driver._ending is None:
+                process = self.job.state.processes[rank.number]
+                ended = rank.number in self.job.ended or rank.told
+                if rank.must_end and not self.job.over and not self.job.state.ending:
                     assert ended, f"{rank} was not asked to end"
                 assert lost[str(process)] <= 1, f"{rank} was given up twice"
         finally:
             self.job.close()
 
 
+def _run_sequences(begin: type[DecidedJob | SteppedDriver], examples: int) -> None:
+    run_sequences(
+        type("Sequences", (Decisions,), {"begin": begin}),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=20,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_decisions_keep_their_invariants_under_random_events() -> None:
+    _run_sequences(DecidedJob, EXAMPLES)
+
+
+def test_driver_performs_decisions_under_random_events() -> None:
+    _run_sequences(SteppedDriver, EXAMPLES // 20)
+
+
 def test_notice_holds_when_discovery_misses_the_host_once() -> None:
-    job = SteppedJob({"a": 1, "b": 1}, np=2, min_np=1, max_np=2, timeout=TIMEOUT)
+    job = DecidedJob({"a": 1, "b": 1}, np=2, min_np=1, max_np=2, timeout=TIMEOUT)
     try:
         for seconds in (0.0, 0.25):
             job.consider(seconds)
             for number in (0, 1):
                 job.join(number, ProcessStatus(IDENTITY))
-        job.driver.leave(1, "notice")
+        job.leave(1, "notice")
         del job.found["b"]
         job.discover()
         job.found["b"] = 1
         job.discover()
-        assert job.driver.news(0)["hosts"]
+        assert job.news(0)["hosts"]
         for number in (0, 1):
             job.join(number, ProcessStatus(IDENTITY, trained=True, step=5))
         job.consider(0.25)
         assert job.join(1, ProcessStatus(IDENTITY)) == {"rank": -1}
     finally:
         job.close()
-
-
-def test_decisions_keep_their_invariants_under_random_events() -> None:
-    run_sequences(
-        Decisions,
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=20,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )

@@ -1,11 +1,12 @@
-"""Fakes of what surrounds the elastic driver: launcher, rendezvous, heartbeats, clock, threads."""
+"""The elastic driver's decisions alone, and the driver among fakes of what surrounds it."""
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -13,11 +14,25 @@ from unittest.mock import patch
 from horovod.runner.common.util.hosts import SlotInfo
 
 from hvdtrain.elastic import driver as driver_module
-from hvdtrain.elastic import processes as processes_module
+from hvdtrain.elastic.decisions import (
+    Action,
+    EndProcess,
+    FormGeneration,
+    JobState,
+    MakeSpares,
+    RefuseProcess,
+    RemoveProcess,
+    StartProcess,
+    decide,
+    has_membership_changes,
+    start_processes,
+)
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.failure_detector import Silence
-from hvdtrain.elastic.processes import TrainingProcess
+from hvdtrain.elastic.processes import Slots, TrainingProcess
 from hvdtrain.elastic.status import ProcessStatus
+
+_MOST_LOOKS = 100  # until nothing is due
 
 
 class Rendezvous:
@@ -77,13 +92,29 @@ class _Thread:
         pass
 
 
-class SteppedJob:
-    """A real driver without threads, network or real time: the caller makes each thing happen.
+@dataclass(frozen=True)
+class Formed:
+    """A generation that was formed.
 
     Attributes:
-        now: seconds on the driver's clock.
-        messages: what the driver has printed.
+        ranks: process -> its rank.
+        hosts: rank -> its host.
+    """
+
+    number: int
+    ranks: dict[int, int]
+    hosts: dict[int, str]
+
+
+class DecidedJob:
+    """The decisions of a job without the driver: events change its state, `decide` is performed.
+
+    Attributes:
+        now: seconds on the job's clock.
+        messages: what the user would read.
         found: host -> slots, the result of the next discovery.
+        formed: all generations so far.
+        ended: processes that were asked to end, by SIGTERM.
     """
 
     def __init__(
@@ -92,9 +123,130 @@ class SteppedJob:
         self.now = 1000.0
         self.messages: list[str] = []
         self.found = dict(hosts)
+        self.formed: list[Formed] = []
+        self.ended: set[int] = set()
+        self.state = JobState(min_np, max_np, timeout, Slots((1, 1)))
+        self._answers: dict[int, dict[str, Any]] = {}
+        self.discover()
+        for action in start_processes(self.state, np, self.now):
+            self._perform(action)
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def over(self) -> bool:
+        """Whether the job ends."""
+        return self.state.killed_since is not None or self.state.over
+
+    def discover(self, fails: bool = False) -> None:
+        """Run one discovery."""
+        if not fails:
+            self.messages += self.state.hosts_found(dict(self.found), self.now)
+
+    def consider(self, seconds: float) -> None:
+        """Let `seconds` pass, and perform all actions that are due."""
+        self.now += seconds
+        for _ in range(_MOST_LOOKS):
+            before = pickle.dumps(self.state)
+            actions = decide(self.state, self.now)
+            assert pickle.dumps(self.state) == before, "a decision changed the state"
+            if not actions:
+                return
+            for action in actions:
+                self._perform(action)
+        raise AssertionError(f"the decisions do not end: {actions}")
+
+    def _perform(self, action: Action) -> None:
+        assert not (self.over and isinstance(action, StartProcess)), "started in an ending job"
+        self.state.apply(action, self.now)
+        if action.message:
+            self.messages.append(action.message)
+        match action:
+            case EndProcess(number):
+                assert number not in self.ended, f"process {number} was asked to end twice"
+                self.ended.add(number)
+            case RemoveProcess(number) | RefuseProcess(number):
+                reason = getattr(action, "reason", "")
+                self._answers[number] = {"rank": -1} | ({"reason": reason} if reason else {})
+            case MakeSpares(numbers):
+                spares = [n for n in numbers if self.state.processes[n].spare]
+                self._answers |= {n: {"rank": -1, "spare": True} for n in spares}
+            case FormGeneration(number, processes, plan):
+                for process, slot in zip(processes, plan, strict=True):
+                    self._answers[process] = {"rank": slot.rank, "size": slot.size}
+                    if self.state.processes[process].spare:
+                        self._answers[process]["spare"] = True
+                ranks = {n: self._answers[n]["rank"] for n in processes}
+                hosts = {slot.rank: slot.hostname for slot in plan}
+                self.formed.append(Formed(number, ranks, hosts))
+
+    # Events.
+
+    def join(self, number: int, status: ProcessStatus) -> dict[str, Any] | None:
+        process = self._reachable(number)
+        if process is None or self.state.ending_since is not None:
+            return {"rank": -1}
+        if number not in self._answers:
+            self.state.requested(process, status, self.now)
+        if process.state == "removed":
+            return self._answers.get(number)
+        return self._answers.pop(number, {"rank": -1, "spare": True} if process.spare else None)
+
+    def news(self, number: int) -> dict[str, bool]:
+        changes = has_membership_changes(self.state, self.now)
+        return {"stop": self.state.stop_requested, "hosts": changes}
+
+    def failed(self, number: int, message: str, step: int) -> None:
+        if (process := self._reachable(number)) is not None:
+            process.failure, process.failed_step = message, step
+
+    def replace(self, number: int, message: str) -> None:
+        if (process := self._reachable(number)) is not None:
+            self.messages.append(self.state.is_replaced(process, message, self.now))
+
+    def leave(self, number: int, message: str) -> None:
+        if (process := self._reachable(number)) is not None:
+            self.messages.append(self.state.host_leaves(process, message, self.now))
+
+    def stuck(self, number: int, message: str) -> None:
+        process = self.state.processes[number]
+        self.messages.append(self.state.got_stuck(process, message, self.now))
+
+    def exit(self, number: int, code: int) -> None:
+        self.messages.append(self.state.exited(self.state.processes[number], code, self.now))
+
+    def fall_silent(self, number: int) -> bool:
+        process = self.state.processes[number]
+        if process.state not in ("running", "waiting") or self.state.ending:
+            return False
+        self.messages.append(self.state.fell_silent(process, "fell silent", self.now))
+        return True
+
+    def _reachable(self, number: int) -> TrainingProcess | None:
+        process = self.state.processes[number]
+        if process.state in ("gone", "lost"):
+            return None
+        process.responded = True
+        return process
+
+
+class SteppedDriver:
+    """A real driver without threads, network or real time: the caller makes each thing happen.
+
+    Attributes: as DecidedJob.
+    """
+
+    def __init__(
+        self, hosts: dict[str, int], np: int, min_np: int, max_np: int, timeout: int
+    ) -> None:
+        self.now = 1000.0
+        self.messages: list[str] = []
+        self.found = dict(hosts)
+        self.formed: list[Formed] = []
         self.rendezvous = Rendezvous()
+        self._discovery_fails = False
         self._codes: dict[int, int] = {}
-        self._stamped = 0
         self._patches = ExitStack()
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
         threads = SimpleNamespace(
@@ -103,56 +255,64 @@ class SteppedJob:
             Condition=threading.Condition,
             Event=threading.Event,
         )
-        for module, name, fake in (
-            (driver_module, "time", clock),
-            (processes_module, "time", clock),
-            (driver_module, "threading", threads),
-            (driver_module, "HeartbeatReceiver", _Heartbeats),
-            (driver_module, "_say", self.messages.append),
+        for name, fake in (
+            ("time", clock),
+            ("threading", threads),
+            ("HeartbeatReceiver", _Heartbeats),
+            ("_say", self.messages.append),
         ):
-            self._patches.enter_context(patch.object(module, name, fake))
+            self._patches.enter_context(patch.object(driver_module, name, fake))
         self.driver = ElasticDriver(
             self.rendezvous, self, min_np, max_np, timeout=timeout, cooldown_range=(1, 1)
         )
+        self.state = self.driver._state
+        self.news, self.failed = self.driver.news, self.driver.failed
+        self.replace, self.leave = self.driver.replace, self.driver.leave
+        self.stuck = self.driver.stuck
         self.discover()
         self.driver.start(np, self._create)
-        self._stamp()
 
     def close(self) -> None:
         self._patches.close()
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
+        if self._discovery_fails:
+            raise RuntimeError("no answer")
         return dict(self.found)
 
     def _create(self, slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
         return self._codes[slot.rank], self.now
-
-    def _stamp(self) -> None:
-        """Give new processes the driver's time: their default is the machine's clock."""
-        for process in self.processes[self._stamped :]:
-            process.since = self.now
-        self._stamped = len(self.processes)
-
-    @property
-    def processes(self) -> list[TrainingProcess]:
-        return self.driver._processes
 
     @property
     def over(self) -> bool:
         """Whether the driver ends the job."""
         return self.driver._shutdown.is_set() or self.driver._finished.is_set()
 
-    def discover(self) -> None:
+    @property
+    def ended(self) -> set[int]:
+        return {number for number, end in self.driver._ends.items() if end.is_set()}
+
+    def discover(self, fails: bool = False) -> None:
         """Run one discovery."""
-        with self.driver._changed:
-            self.driver._take_over(self.driver._hosts.find())
+        self._discovery_fails = fails
+        self.driver._discover_once()
 
     def consider(self, seconds: float) -> None:
-        """Let `seconds` pass, and the driver decide once."""
+        """Let `seconds` pass, and the driver perform all actions that are due."""
         self.now += seconds
-        with self.driver._changed:
-            self.driver._check_processes()
-        self._stamp()
+        seen = len(self.rendezvous.generations)
+        for _ in range(_MOST_LOOKS):
+            with self.driver._changed:
+                if not self.driver._look():
+                    break
+        else:
+            raise AssertionError("the decisions do not end")
+        generations = self.rendezvous.generations[seen:]
+        for number, plan in zip(generations, self.rendezvous.plans[seen:], strict=True):
+            if number >= 0:
+                answers = self.driver._answers.items()
+                ranks = {n: a["rank"] for n, a in answers if a.get("generation") == number}
+                self.formed.append(Formed(number, ranks, {s.rank: s.hostname for s in plan}))
 
     def join(self, number: int, status: ProcessStatus) -> dict[str, Any] | None:
         return self.driver.join(number, 0.0, asdict(status))
@@ -161,7 +321,6 @@ class SteppedJob:
         """A process ends."""
         self._codes[number] = code
         self.driver._threads[number].run()
-        self._stamp()
 
     def fall_silent(self, number: int) -> bool:
         return self.driver.on_silence(Silence(number, seconds=2.0, bound=1.0, phi=9.0))

@@ -66,7 +66,7 @@ def total_norm(
     Args:
         parameters: this rank's, with gradients: DTensors or plain tensors; there may be none.
         holders: number of ranks of `group` that hold the same shard of a parameter, bitwise
-            identical; such as `spanned.holders` with the replica's mesh.
+            identical; such as `spanned.copies_in_replica` with the replica's mesh.
         group: the ranks of one replica; None: torch's default group.
         device: this rank computes on it; with CPU offload gradients are on another.
 

@@ -42,7 +42,7 @@ class Saves:
 
     def __init__(self, mesh: Mesh, elsewhere: Container[str] = ()) -> None:
         self._first_replica = mesh.data.rank == 0
-        self._same_layers = holders_mesh(mesh.axes)
+        self._same_layers = same_layers_mesh(mesh.axes)
         self._elsewhere = elsewhere
 
     def has(self, name: str, tensor: Tensor) -> bool:
@@ -88,7 +88,7 @@ class SpannedModel(ShardedPart):
         """Do nothing: RunState.start_over copies the weights of a fresh model."""
 
     @torch.no_grad()
-    def read(self, directory: Path, version: int) -> None:
+    def read(self, directory: Path, step: int) -> None:
         saved, live = _opened(directory, self.name, self._model), model_tensors(self._model)
         for name, tensor in live.items():
             if name not in saved.names() or saved.shape(name) != tensor.shape:
@@ -151,7 +151,7 @@ class SpannedOptimizer(ShardedPart):
         self._optimizer.state.clear()
 
     @torch.no_grad()
-    def read(self, directory: Path, version: int) -> None:
+    def read(self, directory: Path, step: int) -> None:
         saved, tensors = _opened(directory, self.name, self._model), {}
         parameters = self._parameters()
         for key in saved.names():
@@ -191,7 +191,7 @@ class SpannedEma(ShardedPart):
         self._ema.load(())
 
     @torch.no_grad()
-    def read(self, directory: Path, version: int) -> None:
+    def read(self, directory: Path, step: int) -> None:
         saved, found = _opened(directory, self.name, self._model), {}
         for name, parameter in self._ema.parameters.items() if saved.names() else ():
             found[name] = _own(parameter, saved.whole(name)).clone()
@@ -283,7 +283,7 @@ def _sharded_dimension(placement: Placement) -> int | None:
     return None if placement.is_replicate() else placement.dim  # type: ignore[attr-defined]
 
 
-def holders(tensor: Tensor, mesh: DeviceMesh) -> int:
+def copies_in_replica(tensor: Tensor, mesh: DeviceMesh) -> int:
     """Number of ranks that hold the same shard of `tensor` as this rank, including this one.
 
     Args:
@@ -296,7 +296,7 @@ def holders(tensor: Tensor, mesh: DeviceMesh) -> int:
     return number
 
 
-def holders_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+def same_layers_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     """Mesh of the replica's ranks that hold the same layers; None: only this rank."""
     assert mesh.mesh_dim_names is not None
     names = tuple(name for name in mesh.mesh_dim_names if name != "pipeline")
@@ -304,7 +304,7 @@ def holders_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def is_first_holder(tensor: Tensor, mesh: DeviceMesh) -> bool:
-    """Whether this rank is the first of the ranks that hold the same shard, see `holders`."""
+    """Whether this rank is the first of the ranks that hold the same shard, see `copies_in_replica`."""
     return all(mesh.get_local_rank(name) == 0 for name in _sizes_of_copies(tensor, mesh))
 
 

@@ -101,7 +101,7 @@ class ShardedOptimizerState(ShardedPart):
                 " and ".join(alone),
             )
 
-    def read(self, directory: Path, version: int) -> None:
+    def read(self, directory: Path, step: int) -> None:
         saved = open_part(directory, self.name, self._model)
         if saved is None:
             raise UserError(f"checkpoint {directory} has no state of an optimizer")
@@ -116,7 +116,7 @@ class ShardedOptimizerState(ShardedPart):
             i: {e: self._read_entry(saved, i, e) for e in known.get(self._names[i.tensor], ())}
             for i in optimizer.entries()
         }
-        optimizer.install(optimizer.shard_map, optimizer.rank, version, entries)
+        optimizer.install(optimizer.shard_map, optimizer.rank, step, entries)
 
     def _read_entry(self, saved: SpreadPart, interval: Interval, entry: str) -> Tensor:
         name = self._names[interval.tensor]

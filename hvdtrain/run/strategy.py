@@ -308,7 +308,7 @@ class Spanning:
             )
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-        from hvdtrain.parallel.shard import Sharding, apply_shard
+        from hvdtrain.parallel.fsdp import Sharding, apply_shard
 
         blocks = blocks_of(task, model)
         if not blocks:
@@ -351,16 +351,16 @@ class Spanning:
         return Agreement() if self._elastic else None
 
     def norm(self, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor]:
-        from hvdtrain.parallel.spanned import holders, holders_mesh
+        from hvdtrain.parallel.spanned import copies_in_replica, same_layers_mesh
 
         assert self._mesh is not None
-        same_layers = holders_mesh(self._mesh.axes)
+        same_layers = same_layers_mesh(self._mesh.axes)
         # Both ends of the pipeline have the whole gradient of a tied parameter.
         tied = set(self.stages.tied.values()) if self.stages else set()
 
         @cache
         def copies(parameter: Tensor) -> int:
-            own = holders(parameter, same_layers) if same_layers else 1
+            own = copies_in_replica(parameter, same_layers) if same_layers else 1
             return 2 * own if parameter in tied else own
 
         return partial(total_norm, holders=copies, group=None, device=device)

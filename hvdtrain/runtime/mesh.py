@@ -163,7 +163,7 @@ class Grid:
         return self.groups(DATA, "pipeline")
 
     @property
-    def holders(self) -> list[tuple[int, ...]]:
+    def with_same_parameters(self) -> list[tuple[int, ...]]:
         """Groups of ranks that hold the same parameters, including ranks that share sequences."""
         return self.groups("pipeline", "shard", "tensor")
 

@@ -78,11 +78,11 @@ class ShardedPart(ABC):
         """See StatePart: identical on all intact ranks that hold the same shard."""
 
     @abstractmethod
-    def read(self, directory: Path, version: int) -> None:
+    def read(self, directory: Path, step: int) -> None:
         """Load this rank's shards from a checkpoint, whichever ranks saved them.
 
         Args:
-            version: the step after which it was saved.
+            step: the step after which it was saved.
 
         Raises:
             UserError: the checkpoint does not fit, or is damaged.

@@ -132,7 +132,7 @@ def test_grid_groups_ranks_with_the_same_work_or_shard() -> None:
     grid = Grid.of(["a"] * 16, parallel.degrees, parallel.place)
     assert grid.stages == [(0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)]
     assert grid.in_step == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
-    assert grid.holders[0] == (0, 2, 8, 10)
+    assert grid.with_same_parameters[0] == (0, 2, 8, 10)
     assert Grid.at([grid.coordinates(rank) for rank in range(16)]) == grid
     plain = Grid.of(["a", "b"], ParallelConfig().degrees, parallel.place)
     assert plain.stages == [(0, 1)] and plain.in_step == [(0,), (1,)]

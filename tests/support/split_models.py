@@ -20,9 +20,9 @@ from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.sampling import Sampling, continue_tokens
 from hvdtrain.models.vocabulary import whole
+from hvdtrain.parallel.fsdp import Sharding, apply_shard
 from hvdtrain.parallel.local_optimizer import LocalOptimizer, total_norm
-from hvdtrain.parallel.shard import Sharding, apply_shard
-from hvdtrain.parallel.spanned import holders, is_first_holder, position
+from hvdtrain.parallel.spanned import copies_in_replica, is_first_holder, position
 from hvdtrain.parallel.tensor import apply_tensor
 from hvdtrain.runtime.tensor_shards import ShardPosition, assemble, box, local
 
@@ -339,7 +339,7 @@ def norms() -> dict[str, tuple[float, float]]:
         for tensor in tensors:
             tensor.grad = tensor.detach().clone()
         norm = total_norm(
-            tensors, lambda t: holders(t, mesh), dist.group.WORLD, torch.device("cpu")
+            tensors, lambda t: copies_in_replica(t, mesh), dist.group.WORLD, torch.device("cpu")
         )
         return norm.item(), sum(float(whole(t).double().square().sum()) for t in tensors) ** 0.5
 

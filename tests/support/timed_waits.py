@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hvdtrain import comm
-from hvdtrain.parallel.shard import Sharding, apply_shard
+from hvdtrain.parallel.fsdp import Sharding, apply_shard
 from hvdtrain.parallel.tensor import apply_tensor
 
 

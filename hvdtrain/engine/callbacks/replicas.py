@@ -104,7 +104,7 @@ class ReplicaCheck:
         Raises:
             AgreedError: the holders of a shard differ.
         """
-        for holders in self._grid.holders:
+        for holders in self._grid.with_same_parameters:
             of_holders = [digests[rank] for rank in holders]
             if len({*of_holders}) > 1:
                 most = [holders[place] for place in largest_group(of_holders) or ()]

@@ -304,7 +304,7 @@ def same_layers_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def is_first_holder(tensor: Tensor, mesh: DeviceMesh) -> bool:
-    """Whether this rank is the first of the ranks that hold the same shard, see `copies_in_replica`."""
+    """Whether this rank is the first of the replica's ranks that hold the same shard."""
     return all(mesh.get_local_rank(name) == 0 for name in _sizes_of_copies(tensor, mesh))
 
 

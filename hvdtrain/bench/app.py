@@ -10,7 +10,7 @@ from torch import nn
 
 from hvdtrain import log
 from hvdtrain.config import Settings
-from hvdtrain.engine.loop import Interruptions, Loop, StepRecord
+from hvdtrain.engine.loop import Callback, Interruptions, Loop, StepRecord
 from hvdtrain.run import build
 from hvdtrain.run.callbacks import Outputs, build_callbacks
 from hvdtrain.run.prepare import Start, prepare, prepare_environment
@@ -106,7 +106,7 @@ class _BlockEnds(Exception):
     """Raised when the steps of a block are done."""
 
 
-class _Block:
+class _Block(Callback):
     """Callback that ends a block after its last step; the run does not continue beyond it."""
 
     last = 0
@@ -114,6 +114,3 @@ class _Block:
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         if loop.progress.step >= self.last:
             raise _BlockEnds
-
-    def close(self) -> None:
-        pass

@@ -68,7 +68,8 @@ class Callback(Protocol):
         """
 
     def close(self) -> None:
-        """Called after the last step, or after an error: no collectives."""
+        """Called after the last step, or after an error: no collectives. Default: do nothing."""
+        return
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hvdtrain.checkpoint.format import Checkpoint, SharedDirectory, read_files_o
 from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
 from hvdtrain.checkpoint.spread import open_part, to_current_names
 from hvdtrain.data.files import former_of
-from hvdtrain.engine.loop import Loop, Progress, StepRecord
+from hvdtrain.engine.loop import Callback, Loop, Progress, StepRecord
 from hvdtrain.engine.step import AppliedSteps
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
@@ -353,7 +353,7 @@ class Snapshot:
         self._state.applied.count = self._applied
 
 
-class KeepCommonState:
+class KeepCommonState(Callback):
     """Keep the snapshot that is restored after a failure with local SGD.
 
     Comes after all callbacks that may change the state (ReplicaCheck).
@@ -366,9 +366,6 @@ class KeepCommonState:
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         if loop.due(every=1):
             self._snapshot.keep()
-
-    def close(self) -> None:
-        pass
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob, TrainingJob, pause
 from tests.support.job import poll
 
-HELPED = "--task tests.support.tasks:Helped"
+HELPED = "--task tests.support.tasks:WithHelpers"
 SECRET = "only-for-whom-it-concerns"
 HOSTS = "node1:1,node2:1"
 PLAIN = horovodrun(2, [], HOSTS)

@@ -241,7 +241,7 @@ class Paced(Regression):
             lock.acquire()
 
 
-class Helped(Paced):
+class WithHelpers(Paced):
     """Paced; each rank has two helpers: forked, as pools and data workers are, and detached."""
 
     def __init__(self) -> None:

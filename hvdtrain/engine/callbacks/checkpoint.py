@@ -24,7 +24,7 @@ import torch
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.layout import directory_name, hidden_name
 from hvdtrain.checkpoint.writer import CheckpointWriter
-from hvdtrain.engine.loop import Loop, StepRecord, is_best
+from hvdtrain.engine.loop import Callback, Loop, StepRecord, is_best
 from hvdtrain.engine.state import RunState
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import broadcast_json, gather_json, sum_
@@ -98,7 +98,7 @@ class Saving:
         return bool(self.state.of_scope("local", "sharded"))
 
 
-class SaveCheckpoints:
+class SaveCheckpoints(Callback):
     """Save checkpoints on rank 0 while the other ranks continue; a step is saved only once.
 
     Args:

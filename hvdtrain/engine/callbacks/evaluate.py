@@ -13,7 +13,7 @@ from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.validation import ValidationData
 from hvdtrain.engine.accumulate import Passes, Totals, means
 from hvdtrain.engine.config import EvalConfig
-from hvdtrain.engine.loop import Loop, StepRecord, since_best, with_evaluation
+from hvdtrain.engine.loop import Callback, Loop, StepRecord, since_best, with_evaluation
 from hvdtrain.errors import UnsupportedTaskError
 from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema
@@ -23,7 +23,7 @@ from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.mesh import Group
 
 
-class Evaluate:
+class Evaluate(Callback):
     """Add "validation_loss" and "validation_NAME" of the task's metrics and measures to the record.
 
     With averaged weights, also "ema_validation_loss" and the other "ema_validation_NAME".
@@ -102,9 +102,6 @@ class Evaluate:
         if rows is not None and self._measures is not None:
             found |= self._measures(all_rows(rows, [*map(len, places)], context.mesh.batch))
         return found
-
-    def close(self) -> None:
-        pass
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from tqdm import tqdm
 
 from hvdtrain.engine.flops import ModelFlops
-from hvdtrain.engine.loop import Loop, StepRecord
+from hvdtrain.engine.loop import Callback, Loop, StepRecord
 from hvdtrain.log import logger
 from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.runtime.terminal import terminal
@@ -25,7 +25,7 @@ from hvdtrain.telemetry.sinks import BackgroundSink
 _SECONDS_BETWEEN_LINES = 2.0
 
 
-class LogMetrics:
+class LogMetrics(Callback):
     """Write the record of every `train.log_every`-th step; only rank 0 writes and displays.
 
     On a terminal a progress bar shows each record. Without one, a line is logged at most every 2
@@ -136,7 +136,7 @@ class LogMetrics:
             self._bar.close()
 
 
-class TellMfu:
+class TellMfu(Callback):
     """Add "mfu" to the record: of this step, over all ranks, as if all had this rank's device."""
 
     def __init__(self, flops: ModelFlops) -> None:
@@ -147,11 +147,8 @@ class TellMfu:
         seconds = record["step_seconds"]
         record["mfu"] = self._flops.utilization(loop.batch.global_size, seconds, ranks)
 
-    def close(self) -> None:
-        pass
 
-
-class Export:
+class Export(Callback):
     """Update this rank's Prometheus exporter with each step's metrics.
 
     Every rank has one Export in each generation; the exporter outlives it.
@@ -177,9 +174,6 @@ class Export:
         self._exporter.assigned(len(loop.assignment))
         if loop.topology.rank == 0:
             self._exporter.replicas_healed(len(record.get("healed", ())))
-
-    def close(self) -> None:
-        pass
 
 
 def _strict(value: object) -> object:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hvdtrain.engine.loop import Loop, StepRecord
+from hvdtrain.engine.loop import Callback, Loop, StepRecord
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.log import logger
 from hvdtrain.runtime import init
@@ -26,7 +26,7 @@ from hvdtrain.telemetry.profile_summary import (
 from hvdtrain.telemetry.trace import Trace, warm_up
 
 
-class Profile:
+class Profile(Callback):
     """Record traces of the steps in `profile.steps`.
 
     Every rank has one Profile in each generation, as the last callback, so that a step is recorded

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hvdtrain.engine.integrity import DIGEST_BYTES, ShardHash, TensorHash, state_hash
-from hvdtrain.engine.loop import Loop, StepRecord
+from hvdtrain.engine.loop import Callback, Loop, StepRecord
 from hvdtrain.engine.state import RunState
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
@@ -23,7 +23,7 @@ _NOT_SAVED = (
 )
 
 
-class ReplicaCheck:
+class ReplicaCheck(Callback):
     """Compare the replicas before the callbacks that use the state, so that no damage is saved.
 
     Adds "state_hash" to the record of a step after which it compared, even on one rank: `hvdtrain
@@ -126,9 +126,6 @@ class ReplicaCheck:
         self._state.broadcast(root)
         for buffer, own in zip(buffers, kept, strict=True):
             buffer.copy_(own)
-
-    def close(self) -> None:
-        pass
 
 
 def largest_group(digests: Sequence[bytes]) -> list[int] | None:

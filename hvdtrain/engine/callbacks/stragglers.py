@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hvdtrain import comm
 from hvdtrain.data.assignment import by_speed
-from hvdtrain.engine.loop import Loop, StepRecord
+from hvdtrain.engine.loop import Callback, Loop, StepRecord
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.log import logger
 from hvdtrain.run_files.metrics_file import MetricsFile
@@ -60,7 +60,7 @@ class Destinations:
     emit: Callable[..., None]
 
 
-class DetectStragglers:
+class DetectStragglers(Callback):
     """Compare all ranks' times; every rank has the same metrics and makes the same decisions.
 
     Every rank has one in each generation. If micro-batches are assigned by speed, it also reassigns

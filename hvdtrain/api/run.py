@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.checkpoint.layout import finished
+from hvdtrain.checkpoint.layout import finished, step_of
 from hvdtrain.config_files import read_yaml
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line
@@ -103,7 +103,7 @@ class Run:
     def checkpoints(self) -> dict[int, Path]:
         """Complete checkpoints: step -> directory, oldest first."""
         directories = finished(self._files.checkpoints)
-        return {int(directory.name.removeprefix("step_")): directory for directory in directories}
+        return {step_of(directory): directory for directory in directories}
 
     def model(self) -> nn.Module:
         """The task's model with the weights of the newest complete checkpoint, on the CPU, in eval

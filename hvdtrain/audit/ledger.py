@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.layout import finished
+from hvdtrain.checkpoint.layout import finished, step_of
 from hvdtrain.data.buckets import Buckets
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line, read_lines
@@ -335,7 +335,7 @@ def _correct_times(generations: list[GenerationRecord]) -> None:
 
 
 def _saved(directory: RunDirectory) -> list[int]:
-    return [int(path.name.removeprefix("step_")) for path in finished(directory.checkpoints)]
+    return [step_of(path) for path in finished(directory.checkpoints)]
 
 
 def _log_every(starts: list[dict[str, Any]], at: float, directory: RunDirectory) -> int:

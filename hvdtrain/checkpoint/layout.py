@@ -72,6 +72,11 @@ def directory_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(directory: Path) -> int:
+    """The step of a directory with a checkpoint's name."""
+    return int(directory.name.removeprefix("step_"))
+
+
 def named(root: Path) -> list[Path]:
     """The directories below `root` with a checkpoint's name, finished or not, oldest first."""
     directories = (path for path in root.glob("step_*") if re.fullmatch(r"step_\d+", path.name))

@@ -17,6 +17,7 @@ from hvdtrain.checkpoint.layout import (
     directory_name,
     finished,
     named,
+    step_of,
 )
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
@@ -51,7 +52,7 @@ class CheckpointManager:
     def newest_step(self) -> int:
         """Step of the newest finished checkpoint; 0 if there is none."""
         finished = self.finished()
-        return int(finished[-1].name.removeprefix("step_")) if finished else 0
+        return step_of(finished[-1]) if finished else 0
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of this step is finished."""

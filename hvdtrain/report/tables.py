@@ -108,9 +108,9 @@ def _shards(metrics: Metrics) -> ReportTable:
             str(rank["rank"]),
             rank["host"],
             *(str(rank["place"][axis]) for axis in axes),
-            _size(rank["parameter_bytes"]),
-            _size(rank["peak_host_memory_bytes"]),
-            *([_size(rank["peak_device_memory_bytes"])] if device else []),
+            units.size(rank["parameter_bytes"]),
+            units.size(rank["peak_host_memory_bytes"]),
+            *([units.size(rank["peak_device_memory_bytes"])] if device else []),
         ]
         for rank in ranks[:_SHARDS]
     ]
@@ -118,10 +118,6 @@ def _shards(metrics: Metrics) -> ReportTable:
     head += ["peak device memory"] if device else []
     left = f"The first {_SHARDS} of {len(ranks)} ranks." if len(ranks) > _SHARDS else ""
     return ReportTable("Shards of the model", head, rows, left, 2)
-
-
-def _size(value: int | None) -> str:
-    return units.UNKNOWN if value is None else units.size(value)
 
 
 def _assignment_table(metrics: Metrics) -> ReportTable:
@@ -156,7 +152,7 @@ def _phases(metrics: Metrics) -> ReportTable:
     if (most := metrics["peak_memory_bytes_by_phase"]) is None:
         return ReportTable("Phases, mean of all ranks", head, rows)
     for row in rows:
-        row.append(_size(most.get(row[0])))
+        row.append(units.size(most.get(row[0])))
     head.append("peak memory")
     on_host = metrics["peak_device_memory_bytes"] is None
     what = "resident" if on_host else "of tensors on the device"

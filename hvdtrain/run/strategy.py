@@ -40,8 +40,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.build import build_exchange, spanning_exchange
 from hvdtrain.optim.ema import Ema
-from hvdtrain.optim.masters import MasterWeights
-from hvdtrain.optim.precision import BF16_PARAMS, Precision
+from hvdtrain.optim.precision import BF16_PARAMS, MasterWeights, Precision
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.parallel.local_optimizer import LocalOptimizer, total_norm
 from hvdtrain.parallel.shards import ShardLostError, ShardMap, placeholder, plan_transfers

@@ -21,9 +21,8 @@ from hvdtrain.exchange.build import build_exchange
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.optim.config import PrecisionConfig
-from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer
-from hvdtrain.optim.precision import build_precision, to_bfloat16
+from hvdtrain.optim.precision import MasterWeights, build_precision, to_bfloat16
 from hvdtrain.runtime.collectives import gather_bytes
 from hvdtrain.runtime.config import RuntimeConfig
 from hvdtrain.runtime.mesh import Group, Topology

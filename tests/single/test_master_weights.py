@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.optim.config import OptimConfig
-from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import (
     build_optimizer,
     set_learning_rate,
     set_state_tensors,
     state_tensors,
 )
-from hvdtrain.optim.precision import to_bfloat16
+from hvdtrain.optim.precision import MasterWeights, to_bfloat16
 
 STEPS, WIDTH = 12, 16
 

@@ -16,8 +16,8 @@ from hvdtrain.config_checks import Ranks, check_ranks
 from hvdtrain.engine.integrity import ShardHash, TensorHash
 from hvdtrain.errors import UserError
 from hvdtrain.optim.config import OptimConfig
-from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate
+from hvdtrain.optim.precision import MasterWeights
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.parallel.shards import ShardLostError, ShardMap
 from hvdtrain.parallel.zero import ShardedOptimizer

@@ -62,22 +62,11 @@ def other_configuration(host: str) -> str:
     )
 
 
-# Decision to end a job whose steps fail repeatedly, counted over all its processes.
-#
-# A process that dies reports the reason if it can. The surviving processes report the phase in
-# which their generation failed when they request their next ranks. There are three possible causes:
-#
-#     observation                                      cause
-#     an error that a process raises itself            the step's data or code: other processes will
-#                                                      raise it, too
-#     a generation with newcomers that fails before    the newcomers, or the connection to them
-#     its first step, although no process died
-#     any other repeated failure of a step             the network, or the machines
-
-
+# Limits of StepFailures.
 _ERRORS_OF_A_STEP = 3
 _FAILURES_OF_A_STEP = 5
-RENDEZVOUS, STATE_TRANSFER, TRAINING = "meeting", "hand-over", "training"
+# Phases of a generation, as reported in `failed`.
+RENDEZVOUS, STATE_TRANSFER, TRAINING = "rendezvous", "state transfer", "training"
 
 
 @dataclass(frozen=True)
@@ -114,7 +103,17 @@ class ProcessStatus:
 
 
 class StepFailures:
-    """Counts failures of each step.
+    """Counts failures of each step, over all processes of a job, to end a job that cannot succeed.
+
+    A process that dies reports the reason if it can. The surviving processes report the phase in
+    which their generation failed when they request their next ranks. There are three causes:
+
+        observation                                     cause
+        an error that a process raises itself           the step's data or code: other processes
+                                                        will raise it, too
+        a generation with newcomers that fails before   the newcomers, or the connection to them
+        its first step, although no process died
+        any other repeated failure of a step            the network, or the machines
 
     Attributes:
         reason: why the job has to end; "": it does not.

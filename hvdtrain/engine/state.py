@@ -215,7 +215,7 @@ class RunState:
         Returns:
             False, on all ranks: a shard was lost with the ranks that held it.
         """
-        return self.sharded is None or self.sharded.hand_over(topology, step)
+        return self.sharded is None or self.sharded.redistribute(topology, step)
 
     def drop_local(self) -> None:
         """Reset the local parts to their state at the start of a run."""

@@ -20,7 +20,7 @@ If a rank is lost in 2 to 6, the step raises RankLostError and leaves the state 
 step (exception: local SGD, see LocalSteps). An elastic run then continues in a new generation
 (run/session.py), which repeats the step; any other run ends. If another rank passed the wait in 6
 and applied the update, this rank applies it late (Agreement.catch_up). If a rank is lost in 8, the
-step counts, and the next generation completes the parameters (zero_state.hand_over).
+step counts, and the next generation completes the parameters (zero_state.redistribute).
 
 RankLostError is another name of Horovod's HorovodInternalError (runtime/collectives.py).
 """

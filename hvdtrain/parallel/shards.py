@@ -12,7 +12,7 @@ without communication. Two layouts use it:
   which says nothing about the shard's elements. Each replica holds all shards.
 
 After a change of ranks, `plan_transfers` compares what the ranks hold with what the new ShardMap
-assigns to them. Generation calls it through zero_state.hand_over, and Spanning.regroup calls it;
+assigns to them. Generation calls it through zero_state.redistribute, and Spanning.regroup calls it;
 zero_state.py and spanned.py then send the elements.
 """
 

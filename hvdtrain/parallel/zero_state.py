@@ -1,6 +1,6 @@
 """State of a sharded optimizer, as a part of the run's state, and its transfer between ranks.
 
-`hand_over` runs when ranks have died, joined or left. A rank that holds elements as of the most
+`redistribute` runs when ranks have died, joined or left. A rank that holds elements as of the most
 advanced step sends them to the ranks that need them next (shards.py). Every rank makes the same
 collective calls in the same order, because all calls follow from what the ranks exchange first.
 """
@@ -80,10 +80,10 @@ class ShardedOptimizerState(ShardedPart):
         self.optimizer.install(self.optimizer.assign(topology), topology.rank, version=0)
         self._warn(topology)
 
-    def hand_over(self, topology: Topology, step: int) -> bool:
+    def redistribute(self, topology: Topology, step: int) -> bool:
         """See the function; False, on all ranks: no rank holds some shard any more."""
         try:
-            hand_over(self.optimizer, topology, step)
+            redistribute(self.optimizer, topology, step)
         except ShardLostError:
             return False
         self._warn(topology)
@@ -132,7 +132,7 @@ class ShardedOptimizerState(ShardedPart):
         return saved.range(f"{name}/{entry}", interval.start, interval.stop).to(parameter.device)
 
 
-def hand_over(optimizer: ShardedOptimizer, topology: Topology, step: int) -> None:
+def redistribute(optimizer: ShardedOptimizer, topology: Topology, step: int) -> None:
     """Transfer every rank's shards of the new assignment to it, and complete all parameters.
 
     Ranks that could take the step of the most advanced rank have taken it. If a rank dies during

@@ -119,7 +119,7 @@ def test_job_ends_after_three_processes_fail_on_a_bad_sample(
 def test_training_continues_when_a_new_process_does_not_fit(
     job: Callable[..., ElasticJob],
 ) -> None:
-    trouble = {"HVDTRAIN_TEST_TROUBLE": "3:hand-over,4:device,5:data"}
+    trouble = {"HVDTRAIN_TEST_TROUBLE": "3:transfer,4:device,5:data"}
     running = job(np=3, hosts="node1:2 node2:1", arguments=TROUBLED, env=trouble)
     running.wait_for_step(10)
     running.set_hosts("node1:2 node2:2")

@@ -80,7 +80,7 @@ def test_lost_rank_or_host_costs_no_step_if_a_replica_survives(
 def test_no_step_is_lost_when_a_rank_dies_while_ranks_agree_on_it(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:
-    task = "--task tests.support.handover:DyingReplica"
+    task = "--task tests.support.interrupted_transfers:DyingReplica"
     die = {"HVDTRAIN_TEST_DIE": "3:before:5,4:after:3"}
     running = job(arguments=f"{MODEL} {task} --parallel.tensor 2", min_np=2, env=die)
     running.wait_for_step(1)
@@ -99,7 +99,7 @@ def test_no_step_is_lost_when_a_rank_dies_while_ranks_agree_on_it(
 def test_late_step_is_applied_once_if_the_state_transfer_is_aborted(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:
-    task = "--task tests.support.handover:DyingReplica"
+    task = "--task tests.support.interrupted_transfers:DyingReplica"
     die = {"HVDTRAIN_TEST_DIE": "3:after:3,1:late:3,0:transfer:1"}
     running = job(arguments=f"{MODEL} {task} --parallel.tensor 2", min_np=2, env=die)
     running.wait_for_step(8)

@@ -71,7 +71,7 @@ def test_killed_rank_or_host_loses_no_shard_and_no_step(
 def test_no_step_is_lost_when_a_rank_dies_while_ranks_agree_on_it(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:
-    task = "--task tests.support.handover:DyingInStep"
+    task = "--task tests.support.interrupted_transfers:DyingInStep"
     running = job(arguments=f"{ZERO} {task}", env={"HVDTRAIN_TEST_DIE": "3:before:10,0:after:20"})
     running.wait_for_world(FOUR - 1, 90)
     running.wait_for_step(25, 60)

@@ -21,7 +21,7 @@ from hvdtrain.optim.precision import MasterWeights
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.parallel.shards import ShardLostError, ShardMap
 from hvdtrain.parallel.zero import ShardedOptimizer
-from hvdtrain.parallel.zero_state import ShardedOptimizerState, hand_over
+from hvdtrain.parallel.zero_state import ShardedOptimizerState, redistribute
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.mesh import Topology
 from tests.support.thread_ranks import Death, DiedError, exchange, on_ranks
@@ -50,7 +50,7 @@ class _Rank:
         else:
             if self.step is not None:  # as Generation does
                 self.agreement.catch_up(self.step, target)
-            hand_over(self.optimizer, topology, target)
+            redistribute(self.optimizer, topology, target)
             parameters = [p.detach().clone() for p in self.model.parameters()]
             for own, given in zip(
                 self.model.parameters(), exchange("model", parameters)[source], strict=True

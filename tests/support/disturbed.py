@@ -51,13 +51,13 @@ class Troubled(Paced):
     data: one sample less than the others have.
     device: the process has another device than the others. No test machine has two kinds, so
         it is set in place of what `choose_device` finds.
-    hand-over: the state of the others does not get through to it: its exchange fails.
+    transfer: the state of the others does not get through to it: its exchange fails.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._trouble = _trouble()
-        if self._trouble == "hand-over":
+        if self._trouble == "transfer":
             RunState.broadcast = _fail  # type: ignore[method-assign]
 
     def datasets(self) -> Datasets:

@@ -22,8 +22,10 @@ from tests.support.tasks import Paced
 
 
 class DyingSource(Paced):
-    """Paced; process 0 (as its launcher counts) is killed in the middle of the first hand-over:
-    the others have its model by then, and nothing of its optimizer."""
+    """Paced; process 0 (as its launcher counts) is killed in the middle of the first transfer.
+
+    The other processes have its model by then, and nothing of its optimizer.
+    """
 
     def __init__(self) -> None:
         super().__init__()

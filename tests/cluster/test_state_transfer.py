@@ -11,7 +11,7 @@ import pytest
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob, assert_same_curve
 
-DYING = "--task tests.support.handover:DyingSource --checkpoint.every 0"
+DYING = "--task tests.support.interrupted_transfers:DyingSource --checkpoint.every 0"
 
 
 def test_partial_state_is_discarded_if_its_source_dies(
@@ -33,7 +33,7 @@ def test_partial_state_is_discarded_if_its_source_dies(
 def test_state_survives_a_source_that_dies_while_sending_a_newer_one(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
-    flags = "--task tests.support.handover:LostAhead --checkpoint.every 0"
+    flags = "--task tests.support.interrupted_transfers:LostAhead --checkpoint.every 0"
     env = {"HVDTRAIN_TEST_STEP": "7", "HVDTRAIN_TEST_PACE": "0.02"}
     running = job(hosts="node1:2 node2:1", np=3, arguments=flags, env=env)
     running.wait_for_step(7)
@@ -48,7 +48,7 @@ def test_state_survives_a_source_that_dies_while_sending_a_newer_one(
 def test_removal_of_a_host_does_not_fail_the_step_of_a_late_rank(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
-    flags = "--task tests.support.handover:LateFigures --telemetry.exchange_every 1"
+    flags = "--task tests.support.interrupted_transfers:LateFigures --telemetry.exchange_every 1"
     running = job(hosts="node1:1 node2:1", np=2, arguments=flags)
     running.wait_for_step(5)
     running.set_hosts("node1:1")
@@ -82,9 +82,8 @@ def test_state_transfer_may_take_longer_than_the_collective_timeout(
     record_property: Callable[[str, object], None],
 ) -> None:
     # One tensor takes 3.2 s on the wire; a collective has 2.
-    flags = (
-        "--task tests.support.handover:LargeState --checkpoint.every 0 --elastic.timeout_seconds 2"
-    )
+    flags = "--task tests.support.interrupted_transfers:LargeState --checkpoint.every 0"
+    flags += " --elastic.timeout_seconds 2"
     with _slow_network(cluster):
         running = job(hosts="node1:1", np=1, arguments=flags, env={"HVDTRAIN_TEST_MEGABYTES": "40"})
         running.wait_for_step(10)

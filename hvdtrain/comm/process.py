@@ -29,7 +29,7 @@ class Usage:
 
     Args:
         calls: number of completed calls.
-        bytes: of the tensors, as nccl-tests counts them: the larger of input and output.
+        bytes: bytes of the tensors, as nccl-tests counts them: the larger of input and output.
         seconds: in the calls, including the wait for other ranks.
     """
 
@@ -42,11 +42,11 @@ class UserCollectives:
     """See the top of this file. One thread calls collectives; any thread may read the totals.
 
     Attributes:
-        totals: of each operation, since the process began.
+        totals: totals of each operation, since the process began.
         counts: the fewest and the most micro-batches that a rank has in this training step; None
             outside a training step.
-        timer: of a training run. Time in a collective counts as "other": it is neither this rank's
-            own work, which identifies slow ranks, nor the gradient exchange.
+        timer: timer of a training run. Time in a collective counts as "other": it is neither this
+            rank's own work, which identifies slow ranks, nor the gradient exchange.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class Buckets:
     """Assignment of indices into the sorted samples to micro-batches.
 
     Args:
-        sizes: of the buckets, in sorted order; each has at least one sample.
+        sizes: sizes of the buckets, in sorted order; each has at least one sample.
         seed: the run's seed.
 
     Attributes:
@@ -60,7 +60,7 @@ class Buckets:
         """Indices into the sorted samples.
 
         Args:
-            positions: of micro-batches in the order of an epoch, int64.
+            positions: positions of micro-batches in the order of an epoch, int64.
 
         Returns:
             int64, the samples of all these micro-batches, bucket after bucket.
@@ -99,7 +99,7 @@ class Used(NamedTuple):
 
     Args:
         samples: number of samples.
-        tokens: of these samples, without padding; 0 if samples have no lengths.
+        tokens: tokens of these samples, without padding; 0 if samples have no lengths.
         slots: the same with padding: a micro-batch's longest sample x its number of samples.
     """
 
@@ -126,12 +126,12 @@ class SampleBuckets:
     """Assignment of samples to micro-batches.
 
     Args:
-        lengths: of all samples, in tokens, as returned by `lengths_of`.
+        lengths: lengths of all samples, in tokens, as returned by `lengths_of`.
         max_tokens: upper limit of a micro-batch's longest sample x its number of samples.
         seed: the run's seed.
 
     Attributes:
-        sizes, order: of the buckets, see Buckets.
+        sizes, order: sizes and order of the buckets, see Buckets.
         fingerprint: 16 hex digits of the lengths.
         micro_batch: the samples of the micro-batch at a position of a run, across epochs.
     """
@@ -197,7 +197,7 @@ def lengths_of(dataset: Dataset[Any], max_tokens: int, name: str) -> Indices:
     """The lengths of a dataset's samples, from its attribute or method `lengths`.
 
     Args:
-        name: of the data, for messages.
+        name: name of the data, for messages.
 
     Raises:
         UserError: `lengths` is missing or does not fit the samples, or a sample exceeds the budget.

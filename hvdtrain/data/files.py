@@ -45,7 +45,7 @@ def expand(
         patterns: files, directories (all files below) or globs (`**` too).
         suffixes: if given, a file named directly must have one of them; other files
             found in directories and by globs are skipped.
-        kind: of file with these suffixes, for messages.
+        kind: kind of file with these suffixes, for messages.
 
     Raises:
         UserError: a pattern matches no file or only empty files; a wrong suffix.
@@ -115,7 +115,7 @@ def assign_files(sizes: Sequence[int], ranks: int) -> list[int]:
     A file belongs to the rank whose even share of all bytes contains the middle of the file.
 
     Args:
-        sizes: of the files in bytes, at least one of them > 0.
+        sizes: sizes of the files in bytes, at least one of them > 0.
 
     Returns:
         the rank of each file.
@@ -159,7 +159,7 @@ def of_files(paths: Sequence[Path], samples: Sequence[int]) -> Fingerprint:
     fingerprint is the same on all hosts and ignores modification times, so files may be copied.
 
     Args:
-        samples: of each file.
+        samples: number of samples of each file.
 
     Raises:
         UserError: a file cannot be read.

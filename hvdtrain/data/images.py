@@ -236,7 +236,7 @@ def decode(file: Path | BytesIO, side: int, name: str) -> Tensor:
     """Decode an image to uint8 (3, side, side): scaled, and cropped to the middle.
 
     Args:
-        name: of the image, for messages.
+        name: name of the image, for messages.
 
     Raises:
         UserError: it cannot be decoded.

@@ -34,8 +34,8 @@ class Format:
     """A kind of file that holds many samples.
 
     Args:
-        name: of the kind, for messages.
-        suffixes: of its files.
+        name: name of the kind, for messages.
+        suffixes: suffixes of its files.
         scan: (path, start, stop) -> index numbers of the samples that begin at the bytes start to
             stop - 1; raises UserError if the file is broken.
         splits: a scan can begin anywhere, and the index ends with the file's size; else a scan

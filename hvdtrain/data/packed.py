@@ -28,7 +28,7 @@ class PackedTokens:
 
     Args:
         train, validation: consecutive arrays.
-        meta: of both.
+        meta: metadata of both.
     """
 
     data: DataConfig

@@ -59,8 +59,8 @@ class Column:
         name: for a part of a date, COLUMN.PART.
         kind: number or category.
         rows, missing: number of cells, and number of empty cells.
-        mean, deviation, smallest, largest: of a number.
-        edges: of a number: ascending, distinct; quantiles, or all values if there are few.
+        mean, deviation, smallest, largest: for numbers.
+        edges: for numbers: ascending, distinct; quantiles, or all values if there are few.
         categories: the most frequent one first.
         rare: number of further categories that are too rare.
     """
@@ -108,7 +108,7 @@ class Columns:
 
     Args:
         rows: number of rows that were read.
-        features: of the columns that vary between rows.
+        features: statistics of the columns that vary between rows.
         constant: names of the other columns.
         label: None if nothing is predicted.
         cut: rows whose `split_by` is at least this are held out for validation; None: no rows are.

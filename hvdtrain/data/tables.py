@@ -54,7 +54,7 @@ class Table:
 
     Args:
         key: the configuration key that names it, for messages.
-        kinds: of each column, in the first file's order.
+        kinds: kinds of each column, in the first file's order.
         timed: whether a date column includes a time of day.
     """
 
@@ -272,8 +272,8 @@ def _parsed(text: bytes, names: Sequence[str] | None, types: dict[str, Any] | No
     """Parse text to a pyarrow.Table.
 
     Args:
-        names: of the columns; None: read from the first line.
-        types: of the requested columns; None: all columns, with inferred types.
+        names: names of the columns; None: read from the first line.
+        types: types of the requested columns; None: all columns, with inferred types.
     """
     pa = import_pyarrow()
     from pyarrow import csv

@@ -104,7 +104,7 @@ class Accumulate:
         micro_batches: in one step, over all ranks together.
         context: the device; heartbeat and timer are updated for each micro-batch.
         exact: values and statistics are summed without rounding, see Totals.
-        precision: of forward passes.
+        precision: precision of forward passes.
         interleaved: interleaves the backward passes of a rank's last micro-batches; None:
             sequential.
     """
@@ -199,8 +199,9 @@ class StepTotals(NamedTuple):
     """Sums over the forward passes of a step.
 
     Args:
-        values: of the loss and the metrics, 3 rows, see `rows_of`.
-        statistics: of the changes of BatchNorm's running statistics, see BatchStatistics.
+        values: values of the loss and the metrics, 3 rows, see `rows_of`.
+        statistics: statistics of the changes of BatchNorm's running statistics, see
+            BatchStatistics.
     """
 
     values: Totals
@@ -228,7 +229,7 @@ class Forward:
         task: see Task.
         micro_batches: in one step, over all ranks together.
         context: the device; and whether this rank counts, see Mesh.
-        precision: of forward passes.
+        precision: precision of forward passes.
 
     Attributes:
         names: "loss" and the task's metrics.
@@ -339,10 +340,10 @@ def rows_of(
     the global batch is the sum of the sums divided by the sum of the weights.
 
     Args:
-        values: of the micro-batch.
+        values: values of the micro-batch.
         pairs: which values are (sum, weight), and their weights; None: no value is.
         parts: summands of the values that are means.
-        weight: of these means.
+        weight: weight of these means.
 
     Returns:
         3 rows, float64: sums, weights, and whether the value was given as (sum, weight).
@@ -491,7 +492,7 @@ class BatchStatistics:
         micro_batches: in one step, over all ranks together.
 
     Attributes:
-        numel: of all statistics together.
+        numel: number of elements of all statistics together.
     """
 
     def __init__(self, saved: SavedBuffers, micro_batches: int) -> None:

@@ -121,7 +121,7 @@ class TensorHash:
         """`DIGEST_BYTES` of names, shapes, dtypes and bits; equal NaNs are equal.
 
         Args:
-            tensors: of any dtype, on any devices.
+            tensors: tensors of any dtype on any devices.
             spread: additional tensors that are spread over several ranks: the sums of all their
                 blocks, see `whole_sums`. The digest is that of the whole tensors.
         """
@@ -176,9 +176,9 @@ class ShardSums:
     """Contribution of one shard of a tensor to the sums of the tensor's blocks; JSON serializable.
 
     Args:
-        shape, dtype: of the whole tensor.
+        shape, dtype: shape and dtype of the whole tensor.
         device: type of the device.
-        sums: of all blocks; int64 with the bits of the unsigned sums.
+        sums: sums of all blocks; int64 with the bits of the unsigned sums.
     """
 
     shape: list[int]

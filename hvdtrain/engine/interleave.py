@@ -42,7 +42,7 @@ class InterleavedBackward:
         task, model: determine the blocks; at the start of a block the next micro-batch takes its
             turn.
         count: number of interleaved micro-batches.
-        device: of the model; on a GPU all graphs would share one autograd thread.
+        device: device of the model; on a GPU all graphs would share one autograd thread.
         heartbeat: beats at each turn.
 
     Raises:

@@ -116,7 +116,8 @@ class Progress:
             stopping and the best checkpoint; a non-finite loss is None and never the best.
             Identical on all ranks, because the losses are all-reduced
         preempted: the ranks have agreed to stop here
-        record: of the last step, as passed to the callbacks; None if this process has done no step
+        record: record of the last step, as passed to the callbacks; None if this process has done
+            no step
     """
 
     step: int = 0
@@ -161,7 +162,7 @@ class Loop:
         callbacks: in the order in which they are called.
 
     Attributes:
-        train, batch: of the plan.
+        train, batch: training loop and batch sizes of the plan.
         topology: all ranks.
         progress: as given.
     """

@@ -129,7 +129,7 @@ class CompileClock:
     watchdog receives a heartbeat at its start and its end.
 
     Attributes:
-        seconds: of all compilations so far.
+        seconds: seconds of all compilations so far.
     """
 
     def __init__(self, timer: PhaseTimer, beats: Heartbeat) -> None:

@@ -210,7 +210,7 @@ class RunState:
         """Assign the sharded state to the current ranks, see parallel/zero_state.py.
 
         Args:
-            step: of the most advanced rank.
+            step: step of the most advanced rank.
 
         Returns:
             False, on all ranks: a shard was lost with the ranks that held it.

@@ -345,7 +345,7 @@ class ControlSums:
         stops, changes: number of ranks that raised the flag.
         steps: sum of the ranks' `step`.
         used: contents of all ranks' micro-batches.
-        rows: of the loss and the metrics, 3 rows as returned by `accumulate.rows_of`.
+        rows: rows of the loss and the metrics, 3 rows as returned by `accumulate.rows_of`.
         frozen: for each parameter, how many ranks have frozen it.
         statistics: summed changes of the running statistics; on the device.
     """

@@ -18,17 +18,17 @@ class Bucket:
     """Gradients that are sent together; by default it adds the gradients of this rank.
 
     Args:
-        name: of the bucket's collectives.
-        parameters: of one dtype and on one device.
+        name: name of the bucket's collectives.
+        parameters: parameters of one dtype and on one device.
         error_feedback: keep a residual: what `send` leaves in `flat` is added to the next step's
             gradients.
 
     Attributes:
         flat: (n,), float32, or float64 for float64 parameters.
         view_of: for each parameter its part of `flat`, in the parameter's shape and memory order.
-        residual: of the shape and dtype of `flat`; it changes when a step is committed. None: no
-            error feedback.
-        handle: of the collective in progress.
+        residual: residual of the shape and dtype of `flat`; it changes when a step is committed.
+            None: no error feedback.
+        handle: handle of the collective in progress.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BucketedExchange(Exchange):
 
     Args:
         trained: the parameters.
-        buckets: of all these parameters, in the order in which they are sent.
+        buckets: buckets of all these parameters, in the order in which they are sent.
         parts: state of the buckets in addition to their residuals.
     """
 
@@ -142,7 +142,7 @@ class Residuals:
     lost.
 
     Args:
-        residuals: of each bucket.
+        residuals: residuals of each bucket.
     """
 
     name = "residual"

@@ -53,7 +53,7 @@ class ExactBucket(Bucket):
     small gradients, for which one call each would cost more than the arithmetic.
 
     Args:
-        name: of the bucket's all-reduce.
+        name: name of the bucket's all-reduce.
         largest: largest allowed element of a micro-batch's gradient.
     """
 

@@ -30,7 +30,7 @@ class SpanningExchange(Exchange):
     Args:
         optimizer: over this rank's shard of the parameters.
         model: gives the parameters their names.
-        mesh: of this generation; an elastic run builds the exchange again in the next one.
+        mesh: mesh of this generation; an elastic run builds the exchange again in the next one.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> None:
@@ -82,7 +82,7 @@ def complete_gradients(parameters: Sequence[nn.Parameter]) -> None:
     apply_tensor has split the model; all ranks that hold it call this function.
 
     Args:
-        parameters: of one dtype, in the same order on all ranks.
+        parameters: parameters of one dtype, in the same order on all ranks.
     """
     spread = [(p, p.grad) for p in parameters if isinstance(p.grad, DTensor) and _is_spread(p.grad)]
     if not spread:

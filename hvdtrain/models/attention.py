@@ -85,7 +85,7 @@ class DilatedAttention:
     softmax denominators; gradients also flow through the weights.
 
     Args:
-        segment_lengths, rates: of each pattern.
+        segment_lengths, rates: segment lengths and rates of each pattern.
         first_head: number of the first key head, if a rank has some of the heads.
     """
 

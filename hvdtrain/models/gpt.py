@@ -263,7 +263,7 @@ def initial_value(config: GPTConfig, name: str, shape: torch.Size, seed: int) ->
 
     Args:
         name: as in `named_parameters`.
-        shape: of the whole parameter.
+        shape: shape of the whole parameter.
     """
     if name.endswith("bias"):
         return torch.zeros(shape, device="cpu")

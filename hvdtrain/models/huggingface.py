@@ -25,7 +25,7 @@ def to_huggingface(
 
     Args:
         config: `vocab_size` must be set.
-        weights: of a GPT, with current names (`GPT.upgrade_checkpoint`).
+        weights: weights of a GPT, with current names (`GPT.upgrade_checkpoint`).
 
     Raises:
         UserError: transformers has no such model.
@@ -48,9 +48,9 @@ def from_huggingface(
     """Rename the weights of a transformers model to a GPT's names.
 
     Args:
-        config: of the GPT.
+        config: configuration of the GPT.
         facts: config.json.
-        tensors: of model.safetensors; with or without the prefix of the model with a head.
+        tensors: tensors of model.safetensors; with or without the prefix of the model with a head.
 
     Raises:
         UserError: the layout is not supported, or the model differs from the GPT.

@@ -22,7 +22,7 @@ class Sampling:
     Args:
         length: number of tokens to generate
         temperature: divisor of the logits; 0 = always the most likely token
-        seed: of the random numbers
+        seed: seed of the random numbers
         max_seconds: time limit, after which the text ends
     """
 

@@ -93,7 +93,7 @@ class ResNet(nn.Module):
         name: key in `SHAPES`.
         size: side of the images; up to 64 pixels, the first convolution is 3x3 without stride and
             pooling; for larger images both are torchvision's.
-        channels: of the images.
+        channels: number of channels of the images.
         classes: number of scores.
     """
 
@@ -142,7 +142,7 @@ class VisionTransformer(nn.Module):
     Args:
         size: side of the images.
         patch: side of a patch, divides `size`.
-        channels: of the images.
+        channels: number of channels of the images.
         classes: number of scores.
     """
 

@@ -26,8 +26,8 @@ def build_optimizer(
     """Build the optimizer `config.name`.
 
     Args:
-        groups: of the parameters, see Task.param_groups; default: matrices decay, vectors (biases,
-            norms) do not.
+        groups: groups of the parameters, see Task.param_groups; default: matrices decay, vectors
+            (biases, norms) do not.
 
     Raises:
         UserError: the groups do not contain each trainable parameter exactly once, or the model has

@@ -69,7 +69,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Exclude parameters from training.
 
     Args:
-        patterns: of their names, with * and ? as in a shell.
+        patterns: patterns of their names, with * and ? as in a shell.
 
     Raises:
         UserError: a pattern matches no parameter.

@@ -50,8 +50,8 @@ class Cluster:
         hosts, ranks_per_host: number of hosts, and of ranks on each.
         between: a host's link to the other hosts, shared by its ranks.
         within: link between two ranks of a host.
-        algorithm: of an all-reduce: a `ring` through all ranks (Horovod on Gloo), `hierarchical`
-            (`exchange.hierarchical`), or the `best` for its size (NCCL, MPI).
+        algorithm: all-reduce algorithm: a `ring` through all ranks (Horovod on Gloo),
+            `hierarchical` (`exchange.hierarchical`), or the `best` for its size (NCCL, MPI).
         launch_seconds: from the request of a collective on all ranks to its first message:
             Horovod's negotiation.
         busy_seconds_per_byte: time of a rank's own processor for each byte that it sends; 0 if a

@@ -57,12 +57,12 @@ class JobProfile:
         micro_size: samples per micro-batch.
         buckets: in the order in which they are sent.
         costs: strategy -> its arithmetic; a missing strategy is unknown.
-        element_bytes: of a parameter and of its gradient.
-        optimizer_bytes: of the whole optimizer state.
+        element_bytes: bytes per element of parameters and gradients.
+        optimizer_bytes: bytes of the whole optimizer state.
         activation_bytes: saved by a micro-batch for its backward pass; None: unknown.
         blocks: number of model blocks that ranks can split; 0: unknown.
         block_bytes: output of a block for one micro-batch.
-        outside_bytes: of parameters in no block; 0: there are none, or it is unknown.
+        outside_bytes: bytes of parameters in no block; 0: there are none, or it is unknown.
         control_bytes: all-reduced during the last backward pass: losses and agreements of ranks.
     """
 

@@ -28,7 +28,7 @@ class ModelLayout:
     Args:
         tensor, pipeline, shard: number of ranks along each axis of a replica.
         zero_copies: ranks that hold each shard of the optimizer state; 0: every rank holds all.
-        strategy: of the exchange between replicas.
+        strategy: exchange strategy between replicas.
     """
 
     tensor: int = 1

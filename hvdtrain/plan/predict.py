@@ -52,7 +52,7 @@ def sent(
 
     Args:
         config: provides the rank of powersgd and the ratio of topk.
-        element_bytes: of an uncompressed gradient.
+        element_bytes: bytes per element of an uncompressed gradient.
 
     Raises:
         ValueError: powersgd with a bucket whose shapes are unknown.
@@ -181,11 +181,11 @@ class Prediction:
     Args:
         ranks, strategy: world size and exchange strategy.
         step_seconds: time of the whole step.
-        compute_seconds: of a rank's own work in it.
+        compute_seconds: seconds of a rank's own work in the step.
         exchange_seconds: time that the network is in use.
         exposed_seconds: time that the step waits for gradients after its last backward pass.
-        sent_bytes: of gradients that a rank passes to collectives.
-        samples_per_second: of all ranks.
+        sent_bytes: bytes of gradients that a rank passes to collectives.
+        samples_per_second: samples per second of all ranks.
         efficiency: fraction of linear scaling from one rank.
         limit: what to improve: compute, bandwidth, latency, or uneven (ranks have different numbers
             of micro-batches).

@@ -132,7 +132,7 @@ class Placed:
         memory_bytes: per rank.
         fits: whether it fits; None: the memory of a rank is unknown.
         step_seconds: step time.
-        price: of a million samples, failures included; None: unknown.
+        price: price of a million samples, failures included; None: unknown.
     """
 
     layout: ModelLayout

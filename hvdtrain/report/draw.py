@@ -159,7 +159,7 @@ def canvas(height: float, above: float = 0.25) -> Iterator[tuple[Axes, list[str]
     """Axes to draw on; the SVG is in the list when the context ends.
 
     Args:
-        height: of the axes, in inches.
+        height: height of the axes, in inches.
         above: space for a legend or the restarts' numbers, in inches.
     """
     svg: list[str] = []

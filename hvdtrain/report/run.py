@@ -80,17 +80,17 @@ class RankSeries:
     """RUN/ranks.jsonl: L lines over R ranks; NaN if a line has no such rank.
 
     Args:
-        step: of each line, the last step of its window (L)
+        step: last step of its window (L)
         steps: number of steps in the window (L)
         world_size: number of ranks of each line (L)
         phases: names of the P phases, as written by the run
-        seconds: of each phase in the window (P x L x R)
+        seconds: seconds of each phase in the window (P x L x R)
         metrics: name -> (L x R): wall_seconds, inflight_seconds, bytes, host_memory_bytes,
             device_memory_bytes, score; for a model that spans ranks AXIS_wait_seconds,
             schedule_seconds of a pipeline, parameter_bytes that the rank holds
         collectives: operation of hvdtrain.comm -> calls, bytes, seconds of rank 0; {} if none
         most_memory: phase -> peak bytes on any rank, of its device or resident
-        bubble_formula: of a pipeline, the fraction that ranks would wait if all stages were
+        bubble_formula: for a pipeline, the fraction that ranks would wait if all stages were
             equally fast
     """
 

@@ -163,7 +163,7 @@ def build_identity(
     """Return the properties that determine the run's loss curve, see RunState.
 
     Args:
-        buckets: of the training data, with batch.max_tokens.
+        buckets: buckets of the training data, with batch.max_tokens.
     """
     batch: dict[str, Any] = {"batch.global_size": config.batch.global_size}
     if buckets is not None:
@@ -290,7 +290,7 @@ def build_flops(
     """Return the FLOPs of the model and the device; None unless both are known.
 
     Args:
-        dtype: of matrix products.
+        dtype: dtype of matrix products.
     """
     device = next(model.parameters()).device
     if config.batch.max_tokens:

@@ -37,7 +37,7 @@ class Trial:
     """Forward and backward pass of a micro-batch, as in training.
 
     Args:
-        seed: of the run; training draws its random numbers again.
+        seed: seed of the run; training draws its random numbers again.
     """
 
     task: Task

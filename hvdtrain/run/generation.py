@@ -48,7 +48,7 @@ class Launched:
     """How this process was started.
 
     Args:
-        digest: of the configuration, for the comparison with other ranks.
+        digest: digest of the configuration, for the comparison with other ranks.
         local_rank: its local rank at its start; local ranks change in an elastic run.
         stop: raised when this process is asked to stop.
         membership: in an elastic run.

@@ -79,7 +79,7 @@ class Prepared:
         """Return the identity of this process, which must be equal on all processes of a run.
 
         Args:
-            digest: of the configuration.
+            digest: digest of the configuration.
         """
         size, fingerprint = self.resolved.epoch_samples, self.datasets.fingerprint
         rounded = rounding(self.device, products=self.config.optim.name == "muon")

@@ -201,7 +201,7 @@ class RunRecorder:
         """Close the sinks and wait a limited time for them; a second call does nothing.
 
         Args:
-            exit_code: of this process.
+            exit_code: exit code of this process.
         """
         if self._sinks_ended:
             return
@@ -328,13 +328,13 @@ class PersistentState:
     """Open files of the run in this process, and whether the process holds the run's state.
 
     Args:
-        watchdog: of this process; receives the path of its log.
+        watchdog: watchdog of this process; receives the path of its log.
         local_rank: the local rank at the start, for the name of that log.
 
     Attributes:
-        run_id: of the run; rank 0 decides it.
+        run_id: ID of the run; rank 0 decides it.
         directory: run directory; rank 0 decides it.
-        claim: of this process to the run directory.
+        claim: claim of this process to the run directory.
         recorder: on the rank that is, or was, rank 0.
         generations: start event of each generation in which this process took part.
         recent: records of the last logged steps, which rank 0 may not have written yet.
@@ -376,7 +376,7 @@ class PersistentState:
         A second call in the same generation does nothing.
 
         Args:
-            claim: of this generation; None: the claim of the process.
+            claim: claim of this generation; None: the claim of the process.
             tolerate_errors: other ranks hold a state that would be lost.
             begun: this job has trained, whether or not a rank still holds its state.
 

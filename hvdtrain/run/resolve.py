@@ -39,7 +39,7 @@ class Resolved:
 
     Args:
         config: with the derived values; `train.epochs` is 0.
-        buckets: of the samples, by length.
+        buckets: buckets of the samples, by length.
         epoch_samples: samples of an epoch of the training data.
     """
 
@@ -113,7 +113,7 @@ def with_steps(config: Config, datasets: Datasets, buckets: SampleBuckets | None
     """Return the configuration with the number of steps in `train.epochs`, if that is set.
 
     Args:
-        buckets: of the training data, with batch.max_tokens.
+        buckets: buckets of the training data, with batch.max_tokens.
 
     Raises:
         UserError: a key refers to a step beyond the last one, or requires validation data.

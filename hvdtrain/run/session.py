@@ -332,8 +332,8 @@ class Rejoin:
         """Leave the last generation, join the next one, and return its topology.
 
         Args:
-            failure: of the last generation.
-            components: of the last generation.
+            failure: failure of the last generation.
+            components: components of the last generation.
 
         Raises:
             RemovedError, RefusedError, LostError: as Membership.join.

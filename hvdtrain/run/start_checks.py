@@ -31,7 +31,7 @@ def agree_to_start(
     Processes of an elastic run call it alone; the launcher then compares their digests.
 
     Args:
-        digest: of this rank's configuration; hosts may have different YAML files.
+        digest: digest of this rank's configuration; hosts may have different YAML files.
 
     Raises:
         AgreedError: on all ranks; it cannot start.
@@ -54,7 +54,7 @@ def raise_first(problems: Sequence[str]) -> None:
     """Raise the first problem, which is known on all ranks.
 
     Args:
-        problems: of each rank, identical on all ranks; "": none.
+        problems: problem of each rank, identical on all ranks; "": none.
 
     Raises:
         AgreedError: from the first rank with a problem; it names the other ranks with the same.

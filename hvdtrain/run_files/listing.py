@@ -27,9 +27,9 @@ class ListedRun:
     Args:
         id: its directory's name
         state: see `run_state`
-        step: of the newest line of metrics.jsonl; None if there is none
-        steps: of the whole run, if its newest start is known
-        loss: of the newest line
+        step: step of the newest line of metrics.jsonl; None if there is none
+        steps: number of steps of the whole run, if its newest start is known
+        loss: loss of the newest line
         ranks: world size of the newest line, or else of the newest start
         age: seconds since the newest line of metrics.jsonl or events.jsonl; None if there is none
     """

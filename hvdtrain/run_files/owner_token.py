@@ -19,7 +19,7 @@ class Claim:
 
     Args:
         job: common to all processes of an elastic job, and unique to the job.
-        generation: of the ranks in that job; a later generation takes precedence.
+        generation: generation of the ranks in that job; a later generation takes precedence.
     """
 
     job: int

@@ -45,7 +45,7 @@ class RunDirectory:
 
         Args:
             fresh: the run must not have begun before (run.resume never).
-            claim: of this process.
+            claim: claim of this process.
             tolerate_errors: see Ownership.acquire.
 
         Raises:

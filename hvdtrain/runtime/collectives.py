@@ -252,7 +252,7 @@ def on_all_ranks(name: str, part: Callable[[], R]) -> R:
     checkpoint on rank 0.
 
     Args:
-        name: of the collective; identical on all ranks.
+        name: name of the collective; identical on all ranks.
 
     Returns:
         The result of `part` on this rank.
@@ -293,7 +293,7 @@ class _FailureVote:
     may be disabled. Ranks log each minute what they wait for.
 
     Args:
-        name: of the collective; identical on all ranks.
+        name: name of the collective; identical on all ranks.
     """
 
     def __init__(self, name: str) -> None:

@@ -22,7 +22,7 @@ class RankContext:
         heartbeat: reports progress to the watchdog.
         timer: counts the seconds of each phase.
         memory: records the peak memory of each phase.
-        claim: of the generation, as in its start event in RUN/events.jsonl.
+        claim: claim of the generation, as in its start event in RUN/events.jsonl.
     """
 
     mesh: Mesh

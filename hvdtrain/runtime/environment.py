@@ -158,7 +158,8 @@ def prepare(
     Args:
         env: changed in place.
         host_cores: cores that this host's ranks share; default: the cores of this process.
-        timeout_seconds: of a collective in elastic runs; 0 = by the number of ranks.
+        timeout_seconds: timeout in seconds of a collective in elastic runs; 0 = by the number of
+            ranks.
         timeline: Horovod's timeline will be used.
         hierarchical: ranks sum within their host first (`exchange.hierarchical`). auto: if it was
             measured to be faster.

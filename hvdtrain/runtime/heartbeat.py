@@ -42,7 +42,7 @@ class Heartbeat:
     """Counter of progress in shared memory.
 
     Args:
-        descriptor: of the shared memory; default: a new one.
+        descriptor: descriptor of the shared memory; default: a new one.
 
     Attributes:
         generation_over: this process's generation has failed, and the next one has not begun.

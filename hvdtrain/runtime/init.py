@@ -23,7 +23,7 @@ def initialize(threads: int = 0) -> Topology:
     """Start Horovod and return the topology; call `environment.prepare` first.
 
     Args:
-        threads: of this rank's computations; 0 = by cores and ranks.
+        threads: number of threads for this rank's computations; 0 = by cores and ranks.
 
     Raises:
         UserError: Horovod does not fit the launcher.

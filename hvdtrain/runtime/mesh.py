@@ -24,9 +24,9 @@ class Topology:
     """The ranks of a run and their hosts.
 
     Args:
-        rank: of this process, 0 <= rank < world_size
+        rank: rank of this process, 0 <= rank < world_size
         world_size: number of processes
-        local_rank: of this process among the processes on its host
+        local_rank: local rank of this process among the processes on its host
         local_size: number of processes on its host
         hosts: host name of every rank
     """
@@ -66,7 +66,8 @@ class Grid:
     """The ranks of a job, by replica of the model.
 
     Args:
-        ranks: of all replicas; ranks of a replica are consecutive, with the last axis fastest.
+        ranks: ranks of all replicas; ranks of a replica are consecutive, with the last axis
+            fastest.
         degrees: ranks along each axis of a replica, outermost first.
     """
 
@@ -85,8 +86,8 @@ class Grid:
         """Return the grid whose neighbors share a host, as far as a host has enough ranks.
 
         Args:
-            hosts: of each rank.
-            degrees: of each axis of a replica.
+            hosts: host of each rank.
+            degrees: degrees of each axis of a replica.
             place: the axes; the first one has priority to stay inside a host.
             before: index of each rank's previous shard, as in `shard`, or None. A rank keeps its
                 index unless too many ranks have it; this has priority over neighbors on a host.
@@ -233,7 +234,7 @@ class Group:
     """Ranks that reduce with each other, from the view of one rank.
 
     Args:
-        rank: of this process in the group, 0 <= rank < size
+        rank: rank of this process in the group, 0 <= rank < size
         size: number of ranks
     """
 

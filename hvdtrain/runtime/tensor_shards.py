@@ -21,7 +21,7 @@ class ShardPosition:
     """Position of a shard in its whole tensor.
 
     Args:
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         start: index of the first element of a flat shard, which is contiguous in C order.
         offsets: corner of a box instead, by dimension.
     """
@@ -59,8 +59,8 @@ def flat_range(shards: Iterable[tuple[ShardPosition, Tensor]], start: int, stop:
     """Return elements `start` to `stop` of the whole tensor, in C order.
 
     Args:
-        shards: of one tensor, with each element in exactly one shard. Other ranks' shards may be
-            memory-mapped files: of flat shards, elements outside of the range are not read.
+        shards: shards of one tensor, with each element in exactly one shard. Other ranks' shards
+            may be memory-mapped files: of flat shards, elements outside of the range are not read.
 
     Raises:
         ValueError: an element is in no shard, or in two.
@@ -89,7 +89,7 @@ def assemble(shards: Iterable[tuple[ShardPosition, Tensor]]) -> Tensor:
     """Return the whole tensor.
 
     Args:
-        shards: of the whole tensor, with each element in exactly one shard.
+        shards: shards of the whole tensor, with each element in exactly one shard.
 
     Raises:
         ValueError: an element is in no shard, or in two.

@@ -135,7 +135,7 @@ class _Ended:
         job: the hosts on which it ran
         began: unix time of the start
         code: its exit code
-        last_lines: of the launcher's error output
+        last_lines: last lines of the launcher's error output
         regrow: it was ended to continue with more hosts
     """
 

@@ -174,8 +174,8 @@ def export_trained(
     """Write a directory that transformers or peft loads with from_pretrained; atomically.
 
     Args:
-        config: of the run; its model directory must still exist.
-        weights: of a checkpoint.
+        config: configuration of the run; its model directory must still exist.
+        weights: weights of a checkpoint.
         merge: for a run with LoRA, add the adapters to the weights; otherwise only the adapters are
             written, in peft's format.
 

@@ -43,7 +43,7 @@ class TextData:
         datasets: samples as in TokenWindows, Answers or LabeledTexts.
         context: maximum tokens per sample that the model sees.
         tokenizer: None if the data is already tokenized.
-        classes: of a classifier.
+        classes: classes of a classifier.
     """
 
     datasets: Datasets
@@ -197,7 +197,7 @@ class Lines:
     """A selection of lines from files of JSON lines.
 
     Args:
-        objects: of all lines.
+        objects: objects of all lines.
         chosen: the numbers of the selected lines, int64.
     """
 

@@ -76,7 +76,7 @@ class ModelDirectory:
     """A model's directory.
 
     Args:
-        path: of the directory.
+        path: path of the directory.
         kind: required kind of model, CAUSAL or CLASSIFIER.
         facts: config.json.
         config: the configuration object of transformers.
@@ -330,7 +330,7 @@ def build_trained(
     LoRA: Hu et al., arXiv:2106.09685.
 
     Args:
-        classes: of a classifier.
+        classes: classes of a classifier.
         weights: load the directory's weights; else initialize randomly.
 
     Raises:

@@ -31,7 +31,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Args:
         replaced: with parameters, running statistics and a momentum.
-        name: of the layer in its model, the same on all ranks.
+        name: name of the layer in its model, the same on all ranks.
 
     Raises:
         CollectiveError: in train mode, ranks have no or several micro-batches in a step.

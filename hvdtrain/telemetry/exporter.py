@@ -63,7 +63,7 @@ class Exporter:
 
     Attributes:
         port: on which it listens.
-        registry: of all metrics.
+        registry: registry of all metrics.
 
     Raises:
         UserError: the address cannot be listened on, or a configured file is invalid.
@@ -234,7 +234,7 @@ def write_targets(
     """Write RUN/targets.json for Prometheus' file_sd_configs.
 
     Args:
-        targets: of each rank.
+        targets: targets of each rank.
         tls: whether they use HTTPS.
         grid: the ranks' coordinates, if a model may span ranks.
 

@@ -60,7 +60,7 @@ def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool) -> float | None
 
     Args:
         device_name: CUDA's name.
-        dtype: of the multiplied tensors.
+        dtype: dtype of the multiplied tensors.
         tf32: whether float32 is multiplied as TF32.
     """
     found = next((peak for name, peak in PEAKS.items() if name in device_name), None)

@@ -93,7 +93,7 @@ class BackgroundSink:
         """Ask the sink to write the queued lines and to finish; `wait` waits for it.
 
         Args:
-            exit_code: of the process.
+            exit_code: exit code of the process.
         """
         self._exit_code = exit_code
         self._lines.put(None)

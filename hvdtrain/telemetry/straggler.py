@@ -55,7 +55,7 @@ class StragglerChange:
         slow: False if the ranks are no longer slow.
         kind: data, compute or checkpoint: where most time is lost compared with the median.
         score: see `scores`; for a stage: shortest compute time of all stages / its own.
-        stage: of the pipeline, if the whole stage is slow.
+        stage: stage of the pipeline, if the whole stage is slow.
     """
 
     ranks: tuple[int, ...]
@@ -77,7 +77,7 @@ def own_seconds(table: Tensor, grid: Grid) -> Tensor:
 
     Args:
         table: float64, ranks x `COLUMNS`.
-        grid: of the ranks.
+        grid: grid of the ranks.
     """
     micro_batches = column(table, "micro_batches")
     share = torch.where(micro_batches > 0, micro_batches.mean() / micro_batches, torch.nan)
@@ -114,7 +114,7 @@ class _Slow:
 
     Args:
         threshold: a score below it is slow.
-        number: of members.
+        number: number of members.
 
     Attributes:
         kinds: number of a slow member -> one of `KINDS`.
@@ -159,7 +159,7 @@ class StragglerWatch:
 
     Args:
         threshold: a score below it is slow.
-        grid: of the ranks.
+        grid: grid of the ranks.
     """
 
     def __init__(self, threshold: float, grid: Grid) -> None:

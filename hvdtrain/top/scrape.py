@@ -68,9 +68,10 @@ class Rank:
 
     Args:
         problem: why it did not answer; "" if it did
-        values: of series without labels, by name without hvdtrain_; also AXIS_wait_seconds
+        values: values of series without labels, by name without hvdtrain_; also AXIS_wait_seconds
         phases: seconds of the process in each phase so far
-        shares: of the time since the previous answer, in [0, 1]; empty without a previous answer
+        shares: shares of the time since the previous answer, in [0, 1]; empty without a previous
+            answer
         slow: phase in which the rank is reported as slow; "" if it is not
         peak: (peak memory in bytes, phase that used it): of the device if there is one
     """

@@ -80,7 +80,7 @@ class Saving:
     """What a rank needs to participate in saves.
 
     Args:
-        state: of the run.
+        state: state of the run.
         group: all ranks.
         writer: None on a rank that has nothing to save.
         before: called before each save, in the background, to flush to disk what the checkpoint

@@ -130,7 +130,7 @@ def all_rows(rows: Sequence[Tensor], sizes: Sequence[int], group: Group) -> Tens
     Every rank calls it.
 
     Args:
-        rows: of this rank's micro-batches, which are every `group.size`-th one.
+        rows: rows of this rank's micro-batches, which are every `group.size`-th one.
         sizes: samples of each micro-batch of the evaluation.
 
     Returns:

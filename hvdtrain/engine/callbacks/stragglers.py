@@ -231,7 +231,7 @@ class Speeds:
         """Return how many micro-batches each rank processes from now on; None: no change.
 
         Args:
-            table: of straggler.py.
+            table: see straggler.py.
             counts: current number of each rank.
         """
         of_ranks = column(table, "micro_batches")

@@ -22,7 +22,7 @@ from hvdtrain.runtime.heartbeat import HEARTBEAT, Activity
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.untrusted import printable_lines
 
-_LET_RANK_0_SPEAK = 2.0
+_LET_RANK_0_REPORT = 2.0
 
 
 def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
@@ -70,7 +70,7 @@ def _refuse_torchrun(rank: int, ranks: int) -> int:
             flush=True,
         )
     else:
-        time.sleep(_LET_RANK_0_SPEAK)
+        time.sleep(_LET_RANK_0_REPORT)
     return EXIT_USER
 
 

@@ -149,7 +149,7 @@ def number(value: object) -> float | None:
     return found if found is not None and math.isfinite(found) else None
 
 
-def whole(value: object) -> int | None:
+def integer(value: object) -> int | None:
     """Return a finite number as an integer, or None."""
     found = number(value)
     return None if found is None else int(found)

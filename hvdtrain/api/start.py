@@ -40,7 +40,7 @@ class RunResult:
         directory: RUN/, absolute; `hvdtrain.Run` reads it
         metrics: the newest value of each metric of metrics.jsonl by name, such as "loss" and
             "validation_loss"; empty if no step was logged
-        exit_code: 0 finished, 1 crashed, 3 the loss stayed non-finite, 75 asked to stop
+        exit_code: 0 finished, 1 crashed, 3 the loss remained non-finite, 75 asked to stop
     """
 
     directory: Path
@@ -114,7 +114,7 @@ def _check_place() -> None:
     """Prevent endless starts by a task's own file that calls `run` when it is imported."""
     _require(
         _STARTED not in os.environ and (launched_size() or 1) == 1,
-        "hvdtrain.run is called by a process that a run consists of: in a file that ranks import, "
+        "hvdtrain.run was called by a rank of a run: in a file that ranks import, "
         "put the call under `if __name__ == '__main__':`",
     )
 
@@ -152,7 +152,11 @@ def _end(launcher: Launcher) -> None:
 
 def _reason(lines: Sequence[str]) -> str:
     errors = [line.partition(_ERROR)[2] for line in lines if _ERROR in line]
-    return errors[-1] if errors else "the run ended with exit code 2; what it said stands above"
+    return (
+        errors[-1]
+        if errors
+        else "the run ended with exit code 2; its output above states the reason"
+    )
 
 
 def _require(condition: bool, message: str) -> None:

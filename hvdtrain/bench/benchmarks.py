@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hvdtrain.bench.processes import QUIET, choose_hosts, launch, measure, on_threads, worker
-from hvdtrain.bench.report import Figure, Report
+from hvdtrain.bench.report import BenchMetric, Report
 
 MIB = 1 << 20
 HVDTRAIN = ("horovodrun --gloo", "mpirun")
@@ -24,14 +24,14 @@ def overhead(flags: Sequence[str], steps: int, rounds: int) -> Report:
     """Compare a step of hvdtrain with the plain PyTorch loop, on one rank, in one process."""
     result = measure(worker("overhead", steps, [*flags, *QUIET], rounds))
     own, plain = result["seconds"]["hvdtrain"], result["seconds"]["plain"]
-    figures = [
-        Figure("hvdtrain", "ms/step", [s * 1000 for s in own]),
-        Figure("plain PyTorch loop", "ms/step", [s * 1000 for s in plain]),
-        Figure("hvdtrain / plain PyTorch loop", "x", ratios(own, plain), at_most=1.02),
+    metrics = [
+        BenchMetric("hvdtrain", "ms/step", [s * 1000 for s in own]),
+        BenchMetric("plain PyTorch loop", "ms/step", [s * 1000 for s in plain]),
+        BenchMetric("hvdtrain / plain PyTorch loop", "x", ratios(own, plain), at_most=1.02),
         # These threads run during both loops, so the ratio does not show them.
-        Figure("Horovod's threads while idle", "% of a core", [result["idle_share"] * 100]),
+        BenchMetric("Horovod's threads while idle", "% of a core", [result["idle_share"] * 100]),
     ]
-    return Report("overhead", figures, {"bit_identical": result["bit_identical"]})
+    return Report("overhead", metrics, {"bit_identical": result["bit_identical"]})
 
 
 def memory(flags: Sequence[str], steps: int, rounds: int) -> Report:
@@ -42,12 +42,12 @@ def memory(flags: Sequence[str], steps: int, rounds: int) -> Report:
             run = [f"--run.root={root}", f"--train.steps={steps}", QUIET[-1]]
             own.append(measure(worker("memory-hvdtrain", steps, [*flags, *run]))["peak_bytes"])
         plain.append(measure(worker("memory-plain", steps, [*flags, *QUIET]))["peak_bytes"])
-    figures = [
-        Figure("hvdtrain", "MiB", [value / MIB for value in own]),
-        Figure("plain PyTorch loop", "MiB", [value / MIB for value in plain]),
-        Figure("hvdtrain / plain PyTorch loop", "x", ratios(own, plain), at_most=1.15),
+    metrics = [
+        BenchMetric("hvdtrain", "MiB", [value / MIB for value in own]),
+        BenchMetric("plain PyTorch loop", "MiB", [value / MIB for value in plain]),
+        BenchMetric("hvdtrain / plain PyTorch loop", "x", ratios(own, plain), at_most=1.15),
     ]
-    return Report("memory", figures)
+    return Report("memory", metrics)
 
 
 def checkpoint(flags: Sequence[str], steps: int, rounds: int) -> Report:
@@ -55,17 +55,17 @@ def checkpoint(flags: Sequence[str], steps: int, rounds: int) -> Report:
     result = measure(worker("checkpoint", steps, [*flags, *QUIET], rounds))
     saving, without, size = result["saving"], result["not_saving"], result["bytes"]
     stalls = [100 * a / b for a, b in zip(result["stall"], saving, strict=True)]
-    figures = [
-        Figure("stall per save", "ms", [s * 1000 for s in result["stall"]]),
-        Figure(f"stall, every {steps} steps", "% of the time", stalls, at_most=1.0),
-        Figure(f"{steps} steps", "s", without),
-        Figure("with a save / without", "x", ratios(saving, without)),
-        Figure("write, in the background", "s", result["write"]),
-        Figure("restore", "MB/s", [size / s / 1e6 for s in result["restore"]]),
-        Figure("plain read of the files", "MB/s", [size / s / 1e6 for s in result["read"]]),
-        Figure("restore / plain read", "x", ratios(result["read"], result["restore"])),
+    metrics = [
+        BenchMetric("stall per save", "ms", [s * 1000 for s in result["stall"]]),
+        BenchMetric(f"stall, every {steps} steps", "% of the time", stalls, at_most=1.0),
+        BenchMetric(f"{steps} steps", "s", without),
+        BenchMetric("with a save / without", "x", ratios(saving, without)),
+        BenchMetric("write, in the background", "s", result["write"]),
+        BenchMetric("restore", "MB/s", [size / s / 1e6 for s in result["restore"]]),
+        BenchMetric("plain read of the files", "MB/s", [size / s / 1e6 for s in result["read"]]),
+        BenchMetric("restore / plain read", "x", ratios(result["read"], result["restore"])),
     ]
-    return Report("checkpoint", figures, {"bytes": size})
+    return Report("checkpoint", metrics, {"bytes": size})
 
 
 def ratios(own: Sequence[float], theirs: Sequence[float]) -> list[float]:
@@ -112,11 +112,11 @@ def scaling(flags: Sequence[str], steps: int, rounds: int, scale: Scale) -> Repo
         alone.append(_rate(own))
     # Mean of one rank's throughput before and after a round.
     around = [(a + b) / 2 for a, b in pairwise(alone)]
-    figures = [Figure("1 rank", "samples/s", alone)]
+    metrics = [BenchMetric("1 rank", "samples/s", alone)]
     for ranks, by_name in rates.items():
-        figures += _scaling_figures(ranks, by_name, around)
+        metrics += _scaling_metrics(ranks, by_name, around)
     kind = "weak" if scale.weak else "strong"
-    return Report("scaling", figures, {"scaling": kind, "hosts": scale.hosts or "this host"})
+    return Report("scaling", metrics, {"scaling": kind, "hosts": scale.hosts or "this host"})
 
 
 def _contenders(flags: Sequence[str], steps: int, scale: Scale, ranks: int) -> dict[str, list[str]]:
@@ -134,18 +134,18 @@ def _contenders(flags: Sequence[str], steps: int, scale: Scale, ranks: int) -> d
     }
 
 
-def _scaling_figures(
+def _scaling_metrics(
     ranks: int, rates: Mapping[str, Sequence[float]], alone: Sequence[float]
-) -> list[Figure]:
-    figures = [Figure(f"{ranks} ranks, {name}", "samples/s", rates[name]) for name in rates]
+) -> list[BenchMetric]:
+    metrics = [BenchMetric(f"{ranks} ranks, {name}", "samples/s", rates[name]) for name in rates]
     for name in rates:
         efficiency = [100 * ratio / ranks for ratio in ratios(rates[name], alone)]
         aim = _AIM if name in HVDTRAIN else None
-        figures.append(Figure(f"{ranks} ranks, {name}: efficiency", "%", efficiency, aim))
+        metrics.append(BenchMetric(f"{ranks} ranks, {name}: efficiency", "%", efficiency, aim))
     for name in HVDTRAIN:
         of_ddp = ratios(rates[name], rates[DDP])
-        figures.append(Figure(f"{ranks} ranks, {name} / torch DDP", "x", of_ddp, at_least=1.0))
-    return figures
+        metrics.append(BenchMetric(f"{ranks} ranks, {name} / torch DDP", "x", of_ddp, at_least=1.0))
+    return metrics
 
 
 def _rate(command: Sequence[str]) -> float:

@@ -19,7 +19,7 @@ from hvdtrain.bench.jobs import (
     train,
 )
 from hvdtrain.bench.processes import BenchError
-from hvdtrain.bench.report import Figure, Report
+from hvdtrain.bench.report import BenchMetric, Report
 from hvdtrain.launch.commands import elastic_horovodrun, horovodrun
 
 RANKS = 2
@@ -54,13 +54,13 @@ def elastic(flags: Sequence[str], steps: int, rounds: int) -> Report:
 
 def _compare(turns: Mapping[str, Sequence[JobTurn]], used: Mapping[str, float]) -> Report:
     found = step_time_ratios(turns, "elastic", "not elastic")
-    figures = [Figure(name, "ms/step", [t.step * 1000 for t in turns[name]]) for name in turns]
-    figures.append(Figure("elastic / not elastic", "x", found, at_most=1.005))
+    metrics = [BenchMetric(name, "ms/step", [t.step * 1000 for t in turns[name]]) for name in turns]
+    metrics.append(BenchMetric("elastic / not elastic", "x", found, at_most=1.005))
     for name in turns:
         share = 100 * used[name] / sum(turn.awake for turn in turns[name])
-        figures.append(Figure(f"{name}: launcher and watchdogs", "% of a core", [share]))
+        metrics.append(BenchMetric(f"{name}: launcher and watchdogs", "% of a core", [share]))
     low, high = median_range(found)
-    return Report("elastic", figures, {"median_of_the_ratio": f"{low:.4f} to {high:.4f} (95 %)"})
+    return Report("elastic", metrics, {"median_of_the_ratio": f"{low:.4f} to {high:.4f} (95 %)"})
 
 
 def recovery(
@@ -90,15 +90,17 @@ def recovery(
         job.wait_for_more(1)
         lines, events = list(job.lines()), job.events()
     found = [recovered(lines, events, since, np) for since in killed_at]
-    figures = [
-        Figure("pause after a kill", "s", [one.pause for one in found]),
-        Figure("of which re-initialization", "s", [one.initialization for one in found]),
-        Figure("pause when the new rank joins", "s", [one.joining for one in found]),
-        Figure("until all ranks are back", "s", [one.whole for one in found]),
-        Figure("step", "s", [line["step_seconds"] for line in lines if line["world_size"] == np]),
+    metrics = [
+        BenchMetric("pause after a kill", "s", [one.pause for one in found]),
+        BenchMetric("of which re-initialization", "s", [one.initialization for one in found]),
+        BenchMetric("pause when the new rank joins", "s", [one.joining for one in found]),
+        BenchMetric("until all ranks are back", "s", [one.whole for one in found]),
+        BenchMetric(
+            "step", "s", [line["step_seconds"] for line in lines if line["world_size"] == np]
+        ),
     ]
     per_kill = [f"{one.pause:.2f} ({one.initialization:.2f})" for one in found]
-    return Report("recovery", figures, {"ranks": np, "pause_of_each_kill": " ".join(per_kill)})
+    return Report("recovery", metrics, {"ranks": np, "pause_of_each_kill": " ".join(per_kill)})
 
 
 @dataclass(frozen=True)

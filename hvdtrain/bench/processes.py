@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError
 from hvdtrain.horovod_wheel.process import run_logged
-from hvdtrain.launch.commands import horovodrun, mpirun, mpirun_that_notices
+from hvdtrain.launch.commands import horovodrun, mpirun, mpirun_with_failure_detection
 from hvdtrain.launch.hostfile import as_text, first_slots, parse_hosts, total_slots
 
 MARK = '{"measured": '  # prefix of a worker's result line
@@ -48,7 +48,7 @@ def launch(
     """
     if launcher == "gloo":
         return horovodrun(ranks, command, hosts)
-    return mpirun_that_notices(ranks, command, hosts) if hosts else mpirun(ranks, command)
+    return mpirun_with_failure_detection(ranks, command, hosts) if hosts else mpirun(ranks, command)
 
 
 def choose_hosts(text: str, np: int) -> str:

@@ -24,7 +24,7 @@ def load() -> str:
 
 
 @dataclass
-class Figure:
+class BenchMetric:
     """A quantity that was measured several times.
 
     Args:
@@ -64,12 +64,12 @@ class Report:
 
     Args:
         benchmark: its name
-        figures: the measured quantities
+        metrics: the measured quantities
         facts: other results, such as {"bit_identical": True}
     """
 
     benchmark: str
-    figures: list[Figure]
+    metrics: list[BenchMetric]
     facts: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -77,14 +77,14 @@ class Report:
             "benchmark": self.benchmark,
             **self.facts,
             "machine": machine(),
-            "figures": [figure.summary() for figure in self.figures],
+            "figures": [metric.summary() for metric in self.metrics],
         }
         return json.dumps(content, indent=1)
 
     def to_table(self) -> str:
         rows = [["", "median", "min", "max", "", "aim"]]
-        for figure in self.figures:
-            s = figure.summary()
+        for metric in self.metrics:
+            s = metric.summary()
             aim = "" if s["aim"] is None else f"{s['aim']} {'met' if s['met'] else 'MISSED'}"
             numbers = [f"{s[key]:.4g}" for key in ("median", "min", "max")]
             rows.append([s["name"], *numbers, s["unit"], aim])

@@ -114,7 +114,7 @@ class CheckpointManager:
                 damaged.append(directory.name)
         if damaged:
             raise UserError(
-                f"no checkpoint in {self.root} is whole ({', '.join(damaged)}); to start over, "
+                f"no checkpoint in {self.root} is intact ({', '.join(damaged)}); to start over, "
                 "use another run.id or move the directory away"
             )
         return None

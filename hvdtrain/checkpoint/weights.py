@@ -75,7 +75,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     try:
         return unpack(content)
     except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-        raise UserError(f"{path} is not a whole safetensors file: {error}") from None
+        raise UserError(f"{path} is not a complete safetensors file: {error}") from None
 
 
 def _facts(path: Path) -> dict[str, Any]:

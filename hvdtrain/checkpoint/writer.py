@@ -136,12 +136,12 @@ class CheckpointWriter:
         if self.busy and self._staging is not None and self._staging.shared is not None:
             self._staging.shared.failures.extend(failures)
 
-    def patience(self) -> float:
+    def wait_limit(self) -> float:
         """The longest wait for the save in progress, in seconds."""
         return PATIENCE_S + _size(self._staging) / _SLOWEST
 
     def wait(self, deadline: float = math.inf) -> bool:
-        """Wait for the save in progress, with a timeout of `patience`.
+        """Wait for the save in progress, with a timeout of `wait_limit`.
 
         Args:
             deadline: time.monotonic() at which to give up earlier.
@@ -150,7 +150,7 @@ class CheckpointWriter:
             Whether the writer is free.
         """
         if self._thread is not None:
-            self._thread.join(max(0.0, min(self.patience(), deadline - time.monotonic())))
+            self._thread.join(max(0.0, min(self.wait_limit(), deadline - time.monotonic())))
         return not self.busy
 
     def _begin(self, work: Callable[[], None]) -> None:

@@ -62,7 +62,7 @@ class UserCollectives:
 
         Raises:
             CollectiveError: this process is not a rank.
-            UserError, HorovodInternalError: as runtime.init.initialize.
+            UserError, RankLostError: as runtime.init.initialize.
         """
         if is_initialized():
             return
@@ -139,7 +139,7 @@ class UserCollectives:
         """Count time inside as waiting for other ranks of a replica, see PhaseTimer."""
         return self.timer.waiting(axis) if self.timer else nullcontext()
 
-    def figure(self, name: str) -> dict[str, float]:
+    def total_of(self, name: str) -> dict[str, float]:
         """One field of `Usage`, for each operation."""
         return {operation: getattr(totals, name) for operation, totals in self.totals.items()}
 

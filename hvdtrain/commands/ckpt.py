@@ -87,7 +87,7 @@ def _by_step(directory: Path) -> tuple[str, str]:
 
 def _state(directory: Path) -> str:
     if directory.name.startswith("."):
-        return "being written, or a leftover of that"
+        return "being written, or a leftover of a failed write"
     try:
         verify(directory, contents=False)
     except DamagedError as error:
@@ -109,7 +109,7 @@ def _verify(args: argparse.Namespace) -> None:
     for directory in _checkpoints(args.path, named):
         try:
             size = verify(directory)
-            print(f"{printable(str(directory))}: whole, {size} bytes")
+            print(f"{printable(str(directory))}: intact, {size} bytes")
         except DamagedError as error:
             damaged.append(str(error))
             print(f"{printable(str(directory))}: DAMAGED")
@@ -155,8 +155,8 @@ def _export_to_huggingface(checkpoint: Path, out: Path, ema: bool, merge: bool) 
     config = _model_config(checkpoint)
     if config["task"] not in ("language_model", "huggingface"):
         raise UserError(
-            f"{checkpoint} is of the task {config['task']}; transformers has the models of "
-            "language_model and huggingface alone"
+            f"{checkpoint} is of the task {config['task']}; only models of "
+            "language_model and huggingface exist in transformers"
         )
     weights = averaged_weights(checkpoint) if ema else read_part(checkpoint, "model")
     if config["task"] == "huggingface":

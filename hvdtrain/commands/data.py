@@ -12,7 +12,7 @@ from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.runtime.mpi import Alone, RankGroup, start_ranks
 
 # All ranks fail with the same error and rank 0 prints it; a launcher may end all after the first.
-_LET_RANK_0_SPEAK = 2.0
+_LET_RANK_0_REPORT = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     except UserError as error:
         if launched_rank() == 0:
             raise
-        time.sleep(_LET_RANK_0_SPEAK)
+        time.sleep(_LET_RANK_0_REPORT)
         return error.exit_code
     except Exception:
         traceback.print_exc()
@@ -148,7 +148,7 @@ def _index(args: argparse.Namespace, ranks: RankGroup) -> None:
         files = [path for path in found[0] if path.suffix in kind.suffixes]
         made = build_indexes(files, kind, args.cache, ranks)
         if files and ranks.rank == 0:
-            print(f"{kind.name}: {len(files)}; indexes made: {made}")
+            print(f"{kind.name}: {len(files)}; indexes built: {made}")
 
 
 def _columns(args: argparse.Namespace, ranks: RankGroup) -> None:

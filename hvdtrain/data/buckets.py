@@ -107,7 +107,7 @@ class Used(NamedTuple):
     tokens: int = 0
     slots: int = 0
 
-    def figures(self, seconds: float) -> dict[str, float]:
+    def metrics(self, seconds: float) -> dict[str, float]:
         """Fields of a step in metrics.jsonl besides its samples; empty if samples have no lengths.
 
         Args:

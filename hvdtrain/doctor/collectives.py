@@ -89,13 +89,13 @@ def _failed(controller: str, command: Sequence[str], error: Exception) -> Diagno
     lines = [line.strip(" -") for line in str(error).splitlines()]
     if isinstance(error, BenchError):
         lines = lines[1:] or lines  # the first one is the command
-    said = [line for line in lines if line]
-    causes = [line for line in said if "rror" in line or "ailed" in line or "unable" in line]
+    output = [line for line in lines if line]
+    causes = [line for line in output if "rror" in line or "ailed" in line or "unable" in line]
     where = command[command.index("-H") + 1] if "-H" in command else "here"
     return Diagnosis(
         "all-reduce",
         where,
-        f"ranks over {controller} fail: {(causes or said or ['no output'])[0]}",
+        f"ranks over {controller} fail: {(causes or output or ['no output'])[0]}",
         "a run would fail in the same way",
         f"{shlex.join(command)}   # run it by hand to see its whole output",
     )

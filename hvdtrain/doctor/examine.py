@@ -61,7 +61,9 @@ def examine(request: Request) -> Examination:
     with _sessions(own, list(slots), found, request.notice) as sessions:
         facts = _ask_facts(sessions, request, list(slots))
         if own not in facts:
-            raise crash(f"this host does not respond to its own doctor: {sessions[own].login.said}")
+            raise crash(
+                f"this host does not respond to its own doctor: {sessions[own].login.output}"
+            )
         ranks = sum(slots.values()) or max(1, request.ranks)
         root = str(Path(request.root).absolute())
         for name, theirs in facts.items():

@@ -23,8 +23,8 @@ def fingerprint(flags: list[str]) -> dict[str, Any]:
     for line in done.stdout.splitlines():
         if line.startswith(_MARK):
             return dict(json.loads(line.removeprefix(_MARK)))
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return {"failed": said[-1] if said else f"the process ended with {done.returncode}"}
+    output = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return {"failed": output[-1] if output else f"the process ended with {done.returncode}"}
 
 
 def main(argv: list[str]) -> int:

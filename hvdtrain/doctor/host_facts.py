@@ -48,10 +48,10 @@ import torch
 found["cuda"] = torch.version.cuda
 found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
 import warnings
-with warnings.catch_warnings(record=True) as said:
+with warnings.catch_warnings(record=True) as output:
     warnings.simplefilter("always")
     found["gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found["warning"] = str(said[0].message) if said else ""
+    found["warning"] = str(output[0].message) if output else ""
 import horovod.torch as hvd
 found["built"] = {name: bool(getattr(hvd, name + "_built")()) for name in ("mpi", "gloo", "nccl")}
 print("found", json.dumps(found))
@@ -108,10 +108,10 @@ def libraries() -> dict[str, Any]:
     for line in done.stdout.splitlines():
         if line.startswith("found "):
             return dict(json.loads(line.removeprefix("found ")))
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    output = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     ended = f"the process ended with {done.returncode}"
-    errors = [line for line in said if "Error" in line or "undefined symbol" in line]
-    return {"failed": (errors or said or [ended])[-1]}
+    errors = [line for line in output if "Error" in line or "undefined symbol" in line]
+    return {"failed": (errors or output or [ended])[-1]}
 
 
 def _interfaces() -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _gpus() -> list[dict[str, str]]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    said = "nvidia-smi does not respond"
+    output = "nvidia-smi does not respond"
     for fields in (f"{_GPU_FIELDS},{_GPU_CLOCK_FIELDS}", _GPU_FIELDS):
         command = [tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
         try:
@@ -203,8 +203,8 @@ def _gpus() -> list[dict[str, str]]:
             rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
             return [dict(zip(fields.split(","), row, strict=False)) for row in rows]
         lines = (done.stdout + done.stderr).strip().splitlines()
-        said = lines[-1] if lines else f"exit code {done.returncode}"
-    return [{"failed": said}]
+        output = lines[-1] if lines else f"exit code {done.returncode}"
+    return [{"failed": output}]
 
 
 # --- the directory of runs: free space and locks -----------------------------

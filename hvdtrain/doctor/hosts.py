@@ -90,18 +90,18 @@ def check_login(host: str, login: Login) -> Iterable[Diagnosis]:
             f"rsync -a {sys.prefix}/ {host}:{sys.prefix}/   # or use an environment that all "
             "hosts share",
         )
-    elif login.said:
-        yield _silent(host, login.said)
+    elif login.output:
+        yield _silent(host, login.output)
     yield from _python(host, login)
 
 
-def _silent(host: str, said: list[str]) -> Diagnosis:
-    text = "\n".join(said)
+def _silent(host: str, output: list[str]) -> Diagnosis:
+    text = "\n".join(output)
     for sign, what, fix in _SAYINGS:
         if sign in text:
             fix = fix.format(host=host, python=sys.executable)
-            return Diagnosis("ssh", host, f"{what} (“{_line_with(sign, said)}”)", _NEEDS_SSH, fix)
-    what = f"a command over ssh fails (“{said[-1]}”)"
+            return Diagnosis("ssh", host, f"{what} (“{_line_with(sign, output)}”)", _NEEDS_SSH, fix)
+    what = f"a command over ssh fails (“{output[-1]}”)"
     return Diagnosis("ssh", host, what, _NEEDS_SSH, f"ssh -v {host} true")
 
 
@@ -116,7 +116,7 @@ def _python(host: str, login: Login) -> Iterable[Diagnosis]:
     sets on the host.
     """
     own = shutil.which("python")
-    if own is None or Path(own).parent != Path(sys.executable).parent or login.said:
+    if own is None or Path(own).parent != Path(sys.executable).parent or login.output:
         return  # here programs are called by their path
     if not _same_directory(login.python, own):
         yield Diagnosis(

@@ -43,14 +43,14 @@ class Login:
         ssh_python: path of `python` on the host with the PATH of a command over ssh.
         directory: whether this working directory exists on the host.
         interpreter: whether this Python exists on the host, under the same path.
-        said: the last lines of ssh or Python, if no agent answered.
+        output: the last lines of ssh or Python, if no agent answered.
     """
 
     python: str = ""
     ssh_python: str = ""
     directory: bool = True
     interpreter: bool = True
-    said: list[str] = field(default_factory=list)
+    output: list[str] = field(default_factory=list)
 
 
 class HostSession:
@@ -70,10 +70,10 @@ class HostSession:
         self.login = Login()
         self.failures: list[str] = []
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the agent
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the agent
         argv = _AGENT if here else ["ssh", *SSH_OPTIONS, name, _remote_command()]
         self._process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._output, text=True
         )
         assert self._process.stdout is not None
         threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
@@ -88,9 +88,9 @@ class HostSession:
                     break
                 self._note(word)
         except SilentError as error:
-            self.login.said = self._last_lines() or [str(error)]
+            self.login.output = self._last_lines() or [str(error)]
             self.close()  # a late line would be mistaken for an answer
-        return not self.login.said
+        return not self.login.output
 
     def ask(self, do: str, limit: float, **arguments: Any) -> Any:
         """Return the agent's answer to a request; see agent.py.
@@ -115,13 +115,13 @@ class HostSession:
         except OSError as error:
             raise SilentError(f"its agent ended: {self._last_line() or error}") from None
         try:
-            said = json.loads(self._next(limit))
+            output = json.loads(self._next(limit))
         except SilentError:
             self.close()  # a late answer would be mistaken for the next one
             raise
-        if "error" in said:
-            raise SilentError(said["error"])
-        return said["answer"]
+        if "error" in output:
+            raise SilentError(output["error"])
+        return output["answer"]
 
     def close(self) -> None:
         with suppress(OSError):
@@ -163,9 +163,9 @@ class HostSession:
 
     def _last_lines(self) -> list[str]:
         """The last lines of its error output so far."""
-        size = self._said.seek(0, os.SEEK_END)
-        self._said.seek(max(0, size - 4096))
-        lines = self._said.read().decode(errors="replace").splitlines()
+        size = self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, size - 4096))
+        lines = self._output.read().decode(errors="replace").splitlines()
         return [line.strip() for line in lines if line.strip(" @\r")]
 
 

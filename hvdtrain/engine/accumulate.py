@@ -3,7 +3,7 @@
 Passes is the interface that the step and the evaluation use. Accumulate implements it for a rank
 that holds the whole model, Pipeline (pipeline.py) for a rank that holds pipeline stages. Forward
 computes a task's loss and metrics for one micro-batch; Totals sums them, without rounding if
-requested. SavedBuffers and BatchStatistics care for the buffers that a forward pass changes.
+requested. SavedBuffers and BatchStatistics handle the buffers that a forward pass changes.
 
 Gradients are accumulated in `parameter.grad`. They are not compressed or sent here: hooks of the
 exchange (hvdtrain/exchange) do that during the last backward pass.
@@ -200,8 +200,7 @@ class StepTotals(NamedTuple):
 
     Args:
         values: values of the loss and the metrics, 3 rows, see `rows_of`.
-        statistics: statistics of the changes of BatchNorm's running statistics, see
-            BatchStatistics.
+        statistics: sums of the changes of BatchNorm's running statistics, see BatchStatistics.
     """
 
     values: Totals

@@ -243,8 +243,8 @@ class Loop:
         """Run until the last step, or until some rank receives a stop request.
 
         Raises:
-            AgreedError: exit code 3, the gradients stayed non-finite.
-            HorovodInternalError: another rank is gone.
+            AgreedError: exit code 3, the gradients remained non-finite.
+            RankLostError: another rank is gone.
             MembershipChanged: processes join or leave.
         """
         progress = self.progress
@@ -331,7 +331,7 @@ class Loop:
             "time": time.time(),
             "claim": self._claim,
             **{name: value for name, value in result.values.items() if name != "loss"},
-            **result.used.figures(seconds),
+            **result.used.metrics(seconds),
             **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
             **({} if result.applied else {"skipped": True}),
             **({"overflow": True} if result.overflow else {}),

@@ -240,7 +240,7 @@ class RunState:
     def broadcast(self, root: int = 0) -> None:
         """Copy the replicated parts of rank `root` to all ranks, unchanged.
 
-        After HorovodInternalError the state is a mixture of old and new values.
+        After a RankLostError the state is a mixture of old and new values.
 
         Horovod's own broadcast_optimizer_state fills an empty optimizer by a step with zero
         gradients, in which weight decay changes the weights; here an empty optimizer stays empty.

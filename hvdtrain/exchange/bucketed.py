@@ -67,7 +67,7 @@ class Bucket:
         """Set each parameter's gradient of the global batch; return the number of bytes sent.
 
         Raises:
-            HorovodInternalError: another rank is gone.
+            RankLostError: another rank is gone.
         """
         raise NotImplementedError
 

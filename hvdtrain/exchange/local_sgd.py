@@ -127,7 +127,7 @@ class LocalSgd(Exchange):
         """Make parameters and optimizer state identical on every rank.
 
         Raises:
-            HorovodInternalError: another rank is gone; some tensors may be averaged, and others
+            RankLostError: another rank is gone; some tensors may be averaged, and others
                 not.
         """
         moved = [p for p in self.parameters if p in self._moved]  # others stay bitwise unchanged

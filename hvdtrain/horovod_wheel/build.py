@@ -70,7 +70,7 @@ def build(
     directory = (wheel_dir or default_wheel_dir()).expanduser().absolute()
     cached = _find(directory, made)
     if cached:
-        say(f"Horovod's wheel is there: {cached.name}")
+        say(f"Horovod's wheel is cached: {cached.name}")
         return cached
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def check_prerequisites(mpi: bool = True, toolkit: cuda.Toolkit | None = None) -
         lines.append(f"  missing on this machine: {', '.join(programs)}")
         lines.append(f"    sudo apt-get install -y {' '.join(dict.fromkeys(packages))}")
         if any(name in MPI_PROGRAMS for name in programs):
-            lines.append("    or, where Gloo alone is enough: --without-mpi")
+            lines.append("    or, if Gloo is enough: --without-mpi")
     if modules:
         python = shlex.quote(sys.executable)
         lines.append(f"  missing in this Python environment: {', '.join(modules)}")
@@ -128,7 +128,7 @@ def install(wheel: Path) -> None:
     """
     version = wheel.name.split("-")[1]
     if installed_version("horovod") == version:
-        say(f"horovod {version} is installed already")
+        say(f"horovod {version} is already installed")
         return
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "pip.log")

@@ -121,7 +121,7 @@ def _fault(home: Path, cuda: str) -> str:
     found = re.search(r"release (\d+)\.", _output([nvcc, "--version"])[1])
     major = cuda.partition(".")[0]
     if found is None or found.group(1) != major:
-        has = f"is CUDA {found.group(1)}" if found else "does not say its version"
+        has = f"is CUDA {found.group(1)}" if found else "does not report its version"
         return f"{has}, torch has CUDA {cuda}"
     with tempfile.TemporaryDirectory() as scratch:
         program = Path(scratch, "probe.cu")

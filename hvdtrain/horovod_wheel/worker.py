@@ -16,7 +16,7 @@ def main() -> int:
     total = hvd.allreduce(ours, op=hvd.Sum)
     expected = torch.arange(1000, dtype=torch.float32) * size + size * (size - 1) / 2
     if size < 2:
-        print(f"error: rank {rank} is alone: the launcher and Horovod do not know each other")
+        print(f"error: rank {rank} is the only rank: Horovod does not recognize the launcher")
     elif not torch.equal(total, expected):
         print(f"error: rank {rank} of {size}: the sum is wrong: {total[:3]} for {expected[:3]}")
     else:

@@ -81,7 +81,7 @@ def mpirun(
     return [*argv, "--bind-to", "none", "--map-by", "slot", *options, *command]
 
 
-def mpirun_that_notices(
+def mpirun_with_failure_detection(
     np: int, command: Sequence[str], hosts: str, env: Mapping[str, str] = os.environ
 ) -> list[str]:
     """Return the argv of an `mpirun` that ends, with its ranks, seconds after a host or link fails.

@@ -68,7 +68,7 @@ def attend_backward(
     Args:
         results: the gradient of y and y, (batch, heads, queries, head_size), and the logarithm of
             the denominators, (batch, heads, queries, 1); all merged over all parts.
-        qkv: q, k and v of the part, as are the other arguments, see `attend`.
+        qkv: q, k and v of the part, like the other arguments; see `attend`.
     """
     gradient, y, denominators = results
     denominators = denominators.squeeze(-1).contiguous()

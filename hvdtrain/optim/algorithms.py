@@ -16,7 +16,7 @@ class Lion(Optimizer):
     """Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675, algorithm 2.
 
     Args:
-        betas: betas of the update's interpolation, and of the stored momentum.
+        betas: decay rates of the update's interpolation and of the stored momentum.
         weight_decay: decoupled.
     """
 

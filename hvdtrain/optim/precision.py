@@ -78,7 +78,7 @@ def check_parameters(precision: str, model: nn.Module) -> None:
         if parameter.requires_grad and parameter.dtype == torch.float16:
             raise UserError(
                 f"the model's parameter {name} is float16, and precision.name fp16 needs float32, "
-                "as model.float() makes it: the computation alone is done in float16"
+                "as model.float() makes it: only the computation is done in float16"
             )
 
 

@@ -44,7 +44,7 @@ def _problem(parameter: Tensor) -> str:
     if is_lazy(parameter):
         return "has no shape yet: run the model once in the task's model(), on a tensor of zeros"
     if parameter.is_meta:
-        return "is on the device meta, so it has no values: make the model on the CPU"
+        return "is on the device meta, so it has no values: create the model on the CPU"
     if parameter.requires_grad and parameter.dtype not in DTYPES:
         kind = str(parameter.dtype).removeprefix("torch.")
         return f"is {kind}, which cannot be trained yet: make it float32, as model.float() does"

@@ -87,13 +87,13 @@ def memory(job: JobProfile, layout: ModelLayout, ranks: int) -> float:
     whole += _COPIES.get(layout.strategy, 0) * job.parameter_bytes
     held = 1 / parts if not layout.zero_copies else min(1.0, layout.zero_copies / ranks)
     if layout.shard > 1 and job.blocks:
-        whole += _whole_beside_shards(job)
+        whole += _whole_block_bytes(job)
     # 1F1B keeps one micro-batch per stage, each for 1 / stages of the blocks.
     activations = (job.activation_bytes or 0.0) / layout.tensor
     return whole + held * job.optimizer_bytes + activations
 
 
-def _whole_beside_shards(job: JobProfile) -> float:
+def _whole_block_bytes(job: JobProfile) -> float:
     """Peak bytes of whole parameters in the backward pass.
 
     The computing block, its gradient and the block that FSDP2 gathers meanwhile; in addition the

@@ -103,7 +103,7 @@ class BucketTransfer:
         busy: part of `seconds` taken from the processor that computes the backward pass.
         after: seconds of arithmetic on the received data.
         again: seconds of a second collective that follows.
-        beside: extra seconds if it begins before the pass is over.
+        contention: extra seconds if it begins before the pass is over.
     """
 
     ready: float
@@ -111,7 +111,7 @@ class BucketTransfer:
     busy: float = 0.0
     after: float = 0.0
     again: float = 0.0
-    beside: float = 0.0
+    contention: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def overlap(transfers: Sequence[BucketTransfer], backward: float) -> Overlapped:
         begin = max(free, _when(transfer.ready, sent))
         free = begin + transfer.seconds
         if begin < _when(backward, sent):
-            free += transfer.beside
+            free += transfer.contention
         sent.append((begin, free, min(transfer.busy, transfer.seconds)))
     computed = _when(backward, sent)
     now = computed
@@ -243,8 +243,8 @@ def _transfers(
     cost = job.costs[strategy]
     backward = job.backward_seconds + cost.before
     control = all_reduce(job.control_bytes, cluster) + cluster.launch_seconds
-    beside = cluster.contention_seconds
-    found = [BucketTransfer(0.0, control, beside=beside)] if job.control_bytes else []
+    contention = cluster.contention_seconds
+    found = [BucketTransfer(0.0, control, contention=contention)] if job.control_bytes else []
     for bucket in job.buckets:
         what = sent(bucket, strategy, config, job.element_bytes)
         first, again = seconds(what, cluster)
@@ -258,7 +258,7 @@ def _transfers(
                 busy=busy,
                 after=cost.after * bucket.elements / job.parameters,
                 again=cluster.launch_seconds + max(again, busy_again) if again else 0.0,
-                beside=beside,
+                contention=contention,
             )
         )
     return found

@@ -120,7 +120,7 @@ def _phases(app: AppLoop) -> dict[str, float]:
 
 
 @dataclass
-class _Looked:
+class _SinglePasses:
     """Measurements of a model in single passes; see JobProfile.
 
     Args:
@@ -135,7 +135,7 @@ class _Looked:
     kept: Kept
 
 
-def _look(app: AppLoop, settings: Settings, data: tuple[Task, Datasets]) -> _Looked:
+def _look(app: AppLoop, settings: Settings, data: tuple[Task, Datasets]) -> _SinglePasses:
     task, datasets = data
     parameters = [p for p in app.model.parameters() if p.requires_grad]
     batch = first_batch(task, datasets.train, settings.config.batch.micro_size)
@@ -157,7 +157,7 @@ def _look(app: AppLoop, settings: Settings, data: tuple[Task, Datasets]) -> _Loo
         hook.remove()
     for p in parameters:
         p.grad = None
-    return _Looked(
+    return _SinglePasses(
         parameters,
         {p: min(1.0, median(fractions)) for p, fractions in seen.items()},
         {name: _wire_cost(name, parameters) for name in ("float16", "bfloat16")},

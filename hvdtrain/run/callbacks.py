@@ -12,7 +12,7 @@ from hvdtrain.config import Config
 from hvdtrain.data.validation import ValidationData
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints, Saving
 from hvdtrain.engine.callbacks.evaluate import Evaluate
-from hvdtrain.engine.callbacks.log import Export, LogMetrics, TellMfu
+from hvdtrain.engine.callbacks.log import Export, LogMetrics, RecordMfu
 from hvdtrain.engine.callbacks.profile import Profile
 from hvdtrain.engine.callbacks.replicas import ReplicaCheck
 from hvdtrain.engine.callbacks.stragglers import Destinations, DetectStragglers
@@ -29,7 +29,7 @@ from hvdtrain.tasks import optional
 class Callbacks:
     """Callbacks in call order; None: not configured."""
 
-    mfu: TellMfu | None
+    mfu: RecordMfu | None
     replicas: ReplicaCheck | None
     export: Export | None
     stragglers: DetectStragglers | None
@@ -69,7 +69,7 @@ def build_callbacks(
     state, exporter, recorder = components.state, components.exporter, outputs.recorder
     emit = recorder.events.write if recorder else _nothing
     return Callbacks(
-        mfu=TellMfu(components.flops) if components.flops else None,
+        mfu=RecordMfu(components.flops) if components.flops else None,
         replicas=ReplicaCheck(
             config.train.replica_check_every,
             config.checkpoint.every,

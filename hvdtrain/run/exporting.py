@@ -97,7 +97,7 @@ def build_exporter(
         "Seconds in which this process compiled its model; 0 without compile.enabled",
         lambda: of.compiled.seconds if of.compiled else 0.0,
     )
-    for name, figure, text in (
+    for name, total, text in (
         ("collective", "calls", "Collectives of hvdtrain.comm"),
         ("collective_bytes", "bytes", "Bytes of the tensors in collectives of hvdtrain.comm"),
         (
@@ -106,7 +106,7 @@ def build_exporter(
             "Seconds in collectives of hvdtrain.comm, including the wait for other ranks",
         ),
     ):
-        exporter.watch_totals(name, text, "operation", partial(comm.COLLECTIVES.figure, figure))
+        exporter.watch_totals(name, text, "operation", partial(comm.COLLECTIVES.total_of, total))
     exporter.watch(
         "device_memory_bytes",
         "Device memory allocated to tensors; 0 on the CPU",

@@ -151,7 +151,7 @@ class Session:
         return kept
 
     def _on_notice(self, message: str) -> None:
-        """Handle the notice that this host is about to be taken away; runs in another thread."""
+        """Handle the notice that this host is about to be reclaimed; runs in another thread."""
         logger.warning("%s", message)
         if self._membership is None:
             self._stop.raise_before_signals()

@@ -13,7 +13,7 @@ from typing import Any
 from hvdtrain.errors import EXIT_NOT_FINITE, EXIT_PREEMPTED, UserError
 from hvdtrain.run_files.events_file import last_lines
 from hvdtrain.run_files.owner_token import read
-from hvdtrain.untrusted import number, real, whole
+from hvdtrain.untrusted import integer, number, real
 
 # An owner writes its token every 2 s; clocks of file servers differ slightly.
 _ALIVE_SECONDS = 20.0
@@ -67,19 +67,19 @@ def _listed(run: Path, files: set[str], now: float) -> ListedRun | None:
     if not files & {"config.yaml", "metrics.jsonl", "events.jsonl", ".owner"}:
         return None
     lines = reversed(last_lines(run / "metrics.jsonl"))
-    line: dict[str, Any] = next((m for m in lines if whole(m.get("step")) is not None), {})
+    line: dict[str, Any] = next((m for m in lines if integer(m.get("step")) is not None), {})
     events = last_lines(run / "events.jsonl", event="start")[::-1]
     start = next((e for e in events if e.get("event") == "start"), {})
     found = (number(last.get("time")) for last in (line, *events[:1]))
     times = [time for time in found if time is not None]
-    ranks = whole(line.get("world_size"))
+    ranks = integer(line.get("world_size"))
     return ListedRun(
         id=run.name,
         state=_state(run, events),
-        step=whole(line.get("step")),
-        steps=whole(start.get("total_steps")),
+        step=integer(line.get("step")),
+        steps=integer(start.get("total_steps")),
         loss=real(line.get("loss")),
-        ranks=whole(start.get("world_size")) if ranks is None else ranks,
+        ranks=integer(start.get("world_size")) if ranks is None else ranks,
         age=max(0.0, now - max(times)) if times else None,
     )
 
@@ -88,7 +88,7 @@ def _state(run: Path, events: list[dict[str, Any]]) -> str:
     last = next((e for e in events if e.get("event") in ("start", "end")), {})
     end = None
     if last.get("event") == "end":
-        code = whole(last.get("exit_code"))
+        code = integer(last.get("exit_code"))
         end = 1 if code is None else code
     return run_state(bool(last), end, _alive(run / ".owner"), _alive(run / ".launch.owner"))
 

@@ -35,7 +35,7 @@ class MetricsFile:
             would be lost.
 
     Attributes:
-        last_step: last step of the last line; None if there is none.
+        last_step: step of the last line; None if there is none.
         superseded_steps: number of steps covered by the most recently moved lines.
         failures: how often the file could not be written.
 

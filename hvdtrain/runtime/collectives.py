@@ -120,7 +120,7 @@ def broadcast_tensors(
 ) -> None:
     """Overwrite the tensors, of the same names and shapes on every rank, with rank `root`'s.
 
-    They are sent in pieces, because Gloo's timeout applies to a piece's whole path.
+    They are sent in chunks, because Gloo's timeout applies to the whole path of a chunk.
 
     Args:
         among: the ranks, all of which call this function.
@@ -130,7 +130,7 @@ def broadcast_tensors(
     most = _ranks_of_a_host(f"{name}.ranks", among)
     most = among.size() if most == hvd.size() else min(most, among.size() - 1)
     timeout = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or _GLOO_TIMEOUT_S)
-    size = piece_bytes(timeout, among.size(), most)
+    size = chunk_bytes(timeout, among.size(), most)
     sent = []
     for key, tensor in sorted(tensors.items()):
         # As bytes: Horovod supports fewer dtypes than torch, for example no complex ones.
@@ -147,7 +147,7 @@ def broadcast_tensors(
             tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
-def piece_bytes(timeout_seconds: float, world_size: int, ranks_of_a_host: int) -> int:
+def chunk_bytes(timeout_seconds: float, world_size: int, ranks_of_a_host: int) -> int:
     """Return the largest size of a broadcast in bytes that takes at most half of the timeout.
 
     Gloo broadcasts down a binomial tree: the root sends to depth = ceil(log2(world_size)) ranks
@@ -200,7 +200,7 @@ def reduce_scatter(values: Tensor, op: str, name: str) -> Tensor:
 
 @_waits
 def check_same_shape(tensor: Tensor, name: str) -> None:
-    """Check before a transfer in pieces, whose number depends on the shape.
+    """Check before a transfer in chunks, whose number depends on the shape.
 
     Raises:
         RankLostError: shapes or dtypes differ; on all ranks, with Horovod's wording.

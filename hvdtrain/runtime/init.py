@@ -27,7 +27,7 @@ def initialize(threads: int = 0) -> Topology:
 
     Raises:
         UserError: Horovod does not fit the launcher.
-        HorovodInternalError: a rank died meanwhile.
+        RankLostError: a rank died meanwhile.
     """
     expected = environment.launched_size()
     try:

@@ -128,7 +128,7 @@ _GIB = 2**30
 _TRY = (
     "memory.checkpoint_activations blocks (backward computes activations again)",
     "memory.offload_activations true (on GPUs)",
-    "a smaller batch.micro_size (the curve stays)",
+    "a smaller batch.micro_size (the same loss curve)",
 )
 # Ways to share a model between ranks, fewest requirements on the model first.
 _SPREAD = (

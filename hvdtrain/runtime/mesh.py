@@ -26,7 +26,7 @@ class Topology:
     Args:
         rank: rank of this process, 0 <= rank < world_size
         world_size: number of processes
-        local_rank: local rank of this process among the processes on its host
+        local_rank: number of this process among the processes on its host
         local_size: number of processes on its host
         hosts: host name of every rank
     """

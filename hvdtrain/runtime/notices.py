@@ -1,4 +1,4 @@
-"""Notices that this host is about to be taken away, such as for a cloud's spot instances.
+"""Notices that this host is about to be reclaimed, such as for a cloud's spot instances.
 
 A thread polls for them with a timeout, so a source that hangs does not delay a step.
 
@@ -79,7 +79,7 @@ def _watch(text: str, source: Source, on_notice: Callable[[str], None]) -> None:
     while True:
         try:
             if source():
-                on_notice(f"notice from {text}: this host is about to be taken away")
+                on_notice(f"notice from {text}: this host is about to be reclaimed")
                 return
             said = False
         except Exception as error:  # after any error, the next answer may be a notice

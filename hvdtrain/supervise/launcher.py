@@ -34,7 +34,7 @@ class Launcher:
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         """Start the launcher; raises UserError if it is not installed."""
         if shutil.which(argv[0]) is None:
-            raise UserError(f"{argv[0]} is not there: install it, or put it on PATH")
+            raise UserError(f"{argv[0]} is not found: install it, or add it to PATH")
         self._process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "TERM", "--", *argv],
             env=dict(env),

@@ -12,7 +12,7 @@ _SAME_STEP = 3
 
 _FINAL = {
     0: "finished",
-    EXIT_NOT_FINITE: "the loss stayed not finite: a retry ends the same way",
+    EXIT_NOT_FINITE: "the loss remained non-finite: a retry would end in the same way",
     EXIT_PREEMPTED: "preempted",
 }
 

@@ -12,7 +12,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import last_lines
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership
-from hvdtrain.untrusted import number, whole
+from hvdtrain.untrusted import integer, number
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def newest_checkpoint(run: Path) -> int:
 def newest_step(run: Path) -> int:
     """Return the most advanced step in the run's files; 0 if there is none."""
     for line in reversed(list(last_lines(run / "metrics.jsonl"))):
-        if (step := whole(line.get("step"))) is not None:
+        if (step := integer(line.get("step"))) is not None:
             return max(step, newest_checkpoint(run))
     return newest_checkpoint(run)
 
@@ -57,7 +57,7 @@ def made_steps(run: Path, since: float) -> bool:
     return any(_time(line) >= since for line in last_lines(run / "metrics.jsonl"))
 
 
-def last_words(run: Path, since: float, most: int = 5) -> list[str]:
+def last_errors(run: Path, since: float, most: int = 5) -> list[str]:
     """Return the last error in each rank's log since a unix time, earliest first.
 
     Errors of ranks that only lost other ranks come last, after the cause.

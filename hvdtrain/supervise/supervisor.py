@@ -252,7 +252,7 @@ class Supervisor:
     def _argv(self, job: Sequence[Host], env: dict[str, str]) -> list[str]:
         plan, np = self._plan, total_slots(job)
         if plan.controller == "mpi":
-            return commands.mpirun_that_notices(np, plan.train, as_text(job), env)
+            return commands.mpirun_with_failure_detection(np, plan.train, as_text(job), env)
         most = plan.max_np or max(np, total_slots(self._hosts.listed()))
         return commands.elastic_horovodrun(np, plan.min_np, most, plan.discovery, plan.train)
 
@@ -294,7 +294,7 @@ class Supervisor:
         if ended.code in (0, EXIT_PREEMPTED):
             _say(f"{reason} at step {step}")
             return
-        words = run_progress.last_words(self._plan.run, ended.began)
+        words = run_progress.last_errors(self._plan.run, ended.began)
         lines = [f"  {line}" for line in [*words, *ended.last_lines]]
         said = f"the end, exit code {ended.code}: {reason}"
         _say("\n".join([f"{said}; its last words:", *lines]) if lines else said)

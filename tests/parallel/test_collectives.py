@@ -12,9 +12,9 @@ from hvdtrain.runtime.collectives import (
     AgreedError,
     broadcast_json,
     broadcast_tensors,
+    chunk_bytes,
     gather_json,
     on_all_ranks,
-    piece_bytes,
     sum_,
 )
 from hvdtrain.runtime.mesh import Topology
@@ -78,7 +78,7 @@ def test_broadcast_tensors_copies_every_tensor_bitwise(topology: Topology) -> No
 def test_tensor_broadcast_in_chunks_arrives_unchanged(
     topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvdtrain.runtime.collectives.piece_bytes", lambda *_: 1000)
+    monkeypatch.setattr("hvdtrain.runtime.collectives.chunk_bytes", lambda *_: 1000)
     tensors = {"a": torch.arange(5001) * (topology.rank == 0), "b": torch.zeros(250)}
     broadcast_tensors(tensors, "pieces")
     assert torch.equal(tensors["a"], torch.arange(5001))
@@ -90,7 +90,7 @@ COPIES = {(3, 2, 1): 1, (3, 4, 2): 6, (4, 16, 8): 80, (7, 64, 8): 168, (30, 1000
 
 @pytest.mark.parametrize("case", COPIES)
 def test_chunk_takes_at_most_half_the_timeout_at_100_mbit(case: tuple[int, int, int]) -> None:
-    seconds = piece_bytes(*case) * 8 * COPIES[case] / 100e6
+    seconds = chunk_bytes(*case) * 8 * COPIES[case] / 100e6
     assert 0.4 * case[0] <= seconds <= 0.5 * case[0]
 
 

@@ -233,6 +233,6 @@ def test_totals_count_calls_and_bytes_and_waiting_is_not_work(
     counted = {name: (entry["calls"], entry["bytes"]) for name, entry in found.items()}
     assert counted == {"all_reduce": (2, 30), "all_gather": (1, 24 * ranks), "barrier": (1, 0)}
     assert all(0 < entry["seconds"] < 60 for entry in found.values())
-    assert process.drain() == {} and process.figure("bytes")["all_reduce"] == 30
+    assert process.drain() == {} and process.total_of("bytes")["all_reduce"] == 30
     comm.barrier()
     assert process.drain()["barrier"]["calls"] == 1

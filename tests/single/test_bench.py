@@ -17,7 +17,7 @@ from hvdtrain.bench import benchmarks, processes
 from hvdtrain.bench.elastic import Recovery, recovered
 from hvdtrain.bench.jobs import median_range
 from hvdtrain.bench.processes import BenchError
-from hvdtrain.bench.report import Figure, Report
+from hvdtrain.bench.report import BenchMetric, Report
 from hvdtrain.cli import main
 from tests.support import warm
 
@@ -52,7 +52,7 @@ def _bench_here(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
-def _figures(
+def _metrics(
     action: str, *arguments: str, more: Sequence[str] = (), bench: Bench = _bench
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     done = bench(action, "--steps", "1", *arguments, "--format", "json", "--", *TINY, *more)
@@ -60,18 +60,18 @@ def _figures(
     report = json.loads(done.stdout)
     assert report["benchmark"] == action
     assert report["machine"]["cores"] >= 1
-    for figure in report["figures"]:
-        assert set(figure) == {"name", "unit", "median", "min", "max", "aim", "met"}
-        assert 0 < figure["min"] <= figure["median"] <= figure["max"]
-        assert (figure["aim"] is None) == (figure["met"] is None)
-    return report, {figure["name"]: figure for figure in report["figures"]}
+    for metric in report["figures"]:
+        assert set(metric) == {"name", "unit", "median", "min", "max", "aim", "met"}
+        assert 0 < metric["min"] <= metric["median"] <= metric["max"]
+        assert (metric["aim"] is None) == (metric["met"] is None)
+    return report, {metric["name"]: metric for metric in report["figures"]}
 
 
 @pytest.mark.usefixtures("warm_workers")
 def test_overhead_bench_weights_match_plain_loop_bitwise() -> None:
-    report, figures = _figures("overhead", "--rounds", "2", bench=_bench_here)
+    report, metrics = _metrics("overhead", "--rounds", "2", bench=_bench_here)
     assert report["bit_identical"] is True
-    assert figures["hvdtrain / plain PyTorch loop"]["aim"] == "<= 1.02"
+    assert metrics["hvdtrain / plain PyTorch loop"]["aim"] == "<= 1.02"
 
 
 @pytest.mark.usefixtures("warm_workers")
@@ -86,11 +86,11 @@ def test_overhead_bench_compares_weighted_losses_bitwise(tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("warm_workers")
 def test_scaling_bench_measures_every_contender() -> None:
-    _, figures = _figures("scaling", "--rounds", "1", bench=_bench_here)
+    _, metrics = _metrics("scaling", "--rounds", "1", bench=_bench_here)
     for name in ("2 ranks, horovodrun --gloo", "2 ranks, mpirun"):
-        assert figures[f"{name}: efficiency"]["aim"] == ">= 90"
-        assert figures[f"{name} / torch DDP"]["aim"] == ">= 1"
-    assert figures["2 ranks, no exchange"]["unit"] == "samples/s"
+        assert metrics[f"{name}: efficiency"]["aim"] == ">= 90"
+        assert metrics[f"{name} / torch DDP"]["aim"] == ">= 1"
+    assert metrics["2 ranks, no exchange"]["unit"] == "samples/s"
 
 
 _ENVIRONMENT = """
@@ -116,17 +116,17 @@ def test_measured_loop_applies_horovod_settings_of_the_config(tmp_path: Path) ->
 
 
 def test_memory_bench_reports_usage_and_ratio() -> None:
-    _, figures = _figures("memory", "--rounds", "1")
-    assert figures["hvdtrain"]["median"] > 50  # MiB: torch alone has more
-    assert figures["hvdtrain / plain PyTorch loop"]["aim"] == "<= 1.15"
+    _, metrics = _metrics("memory", "--rounds", "1")
+    assert metrics["hvdtrain"]["median"] > 50  # MiB: torch alone has more
+    assert metrics["hvdtrain / plain PyTorch loop"]["aim"] == "<= 1.15"
 
 
 def test_checkpoint_bench_measures_stall_and_restore(tmp_path: Path) -> None:
-    report, figures = _figures(
+    report, metrics = _metrics(
         "checkpoint", "--preset", "gpt-nano", "--rounds", "2", more=[f"--run.root={tmp_path}"]
     )
-    assert figures["stall, every 1 steps"]["aim"] == "<= 1"
-    assert figures["restore / plain read"]["unit"] == "x"
+    assert metrics["stall, every 1 steps"]["aim"] == "<= 1"
+    assert metrics["restore / plain read"]["unit"] == "x"
     assert report["bytes"] > 10000
     assert list(tmp_path.iterdir()) == []  # it leaves nothing
 
@@ -134,16 +134,16 @@ def test_checkpoint_bench_measures_stall_and_restore(tmp_path: Path) -> None:
 def test_elastic_bench_reports_ratio_and_launcher_cpu_usage() -> None:
     done = _bench("elastic", "--steps", "2", "--rounds", "3", "--format", "json", "--", *TINY)
     assert done.returncode == 0, done.stderr
-    figures = {figure["name"]: figure for figure in json.loads(done.stdout)["figures"]}
-    assert figures["elastic / not elastic"]["aim"] == "<= 1.005"
-    assert 0 < figures["elastic"]["median"] < 10_000
-    assert figures["not elastic: launcher and watchdogs"]["unit"] == "% of a core"
+    metrics = {metric["name"]: metric for metric in json.loads(done.stdout)["figures"]}
+    assert metrics["elastic / not elastic"]["aim"] == "<= 1.005"
+    assert 0 < metrics["elastic"]["median"] < 10_000
+    assert metrics["not elastic: launcher and watchdogs"]["unit"] == "% of a core"
 
 
 def test_recovery_bench_measures_pause_and_replacement_of_killed_rank(tmp_path: Path) -> None:
-    _, figures = _figures("recovery", "--rounds", "1", more=[f"--run.root={tmp_path}"])
-    pause, of_it = figures["pause after a kill"], figures["of which re-initialization"]
-    assert of_it["median"] < pause["median"] < figures["until all ranks are back"]["median"]
+    _, metrics = _metrics("recovery", "--rounds", "1", more=[f"--run.root={tmp_path}"])
+    pause, of_it = metrics["pause after a kill"], metrics["of which re-initialization"]
+    assert of_it["median"] < pause["median"] < metrics["until all ranks are back"]["median"]
     assert list(tmp_path.iterdir()) == []  # it leaves nothing
 
 
@@ -181,12 +181,12 @@ def test_median_range_matches_the_binomial_tables() -> None:
 
 
 def test_table_marks_missed_aims() -> None:
-    figures = [
-        Figure("a", "x", [1.0, 3.0, 1.5], at_least=1.8),
-        Figure("b", "ms/step", [2.0]),
-        Figure("c", "x", [1.0], at_most=1.02),
+    metrics = [
+        BenchMetric("a", "x", [1.0, 3.0, 1.5], at_least=1.8),
+        BenchMetric("b", "ms/step", [2.0]),
+        BenchMetric("c", "x", [1.0], at_most=1.02),
     ]
-    head, a, b, c, last = Report("none", figures, {"bit_identical": True}).to_table().splitlines()
+    head, a, b, c, last = Report("none", metrics, {"bit_identical": True}).to_table().splitlines()
     assert head.split() == ["median", "min", "max", "aim"]
     assert a.split() == ["a", "1.5", "1", "3", "x", ">=", "1.8", "MISSED"]
     assert b.split() == ["b", "2", "2", "2", "ms/step"]

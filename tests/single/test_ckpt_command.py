@@ -66,19 +66,19 @@ def test_list_shows_the_state_of_every_checkpoint(
     assert left == "superseded: the run resumed from before it"
     # It has got its name, so it had its marker once.
     assert (fourth, fifth) == ("finished", "damaged: it has no marker (the file 'complete')")
-    assert hidden == "being written, or a leftover of that"
+    assert hidden == "being written, or a leftover of a failed write"
 
 
 def test_verify_detects_flipped_bits_and_missing_markers(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _ckpt("verify", run) == 0
-    assert capsys.readouterr().out.count(": whole, ") == 2
+    assert capsys.readouterr().out.count(": intact, ") == 2
     _damage(run / "checkpoints/step_00000002")
     assert _ckpt("verify", run) == 2
     said = capsys.readouterr()
     assert "step_00000002: optimizer.safetensors was altered" in said.err
-    assert "step_00000004: whole" in said.out
+    assert "step_00000004: intact" in said.out
     (run / "checkpoints/step_00000004/complete").rename(tmp_path / "complete")
     assert _ckpt("verify", run) == 2
     assert "step_00000004: it has no marker (the file 'complete')" in capsys.readouterr().err

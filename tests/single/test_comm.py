@@ -57,9 +57,9 @@ def test_collectives_of_a_task_appear_in_the_report(
     assert done.returncode == 0, done
     assert len(metrics(tmp_path / "case")) == 4
     assert cli.main(["report", str(tmp_path / "case"), "--format", "json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    found = {entry["operation"]: entry for entry in figures["collectives"]}
-    # On rank 0: 2 micro-batches in each of 4 steps, 4 in each of 2 evaluations; the figures are
+    report = json.loads(capsys.readouterr().out)
+    found = {entry["operation"]: entry for entry in report["collectives"]}
+    # On rank 0: 2 micro-batches in each of 4 steps, 4 in each of 2 evaluations; the metrics are
     # exchanged before a step is evaluated, so the last evaluation comes too late.
     calls = {name: entry["calls"] for name, entry in found.items()}
     assert calls == {"broadcast": 1, "barrier": 1, **dict.fromkeys(IN_LOSS, 12)}
@@ -67,7 +67,7 @@ def test_collectives_of_a_task_appear_in_the_report(
     for name, entry in found.items():
         known = entry["bandwidth_bytes_per_second"]
         assert known == (entry["bytes"] / entry["seconds"] if name != "barrier" else None)
-    (table,) = (t for t in last(_run(), figures) if "comm" in t.title)
+    (table,) = (t for t in last(_run(), report) if "comm" in t.title)
     assert ["barrier", "1", "0 B"] in [row[:3] for row in table.rows]
 
 

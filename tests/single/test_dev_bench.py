@@ -1,4 +1,4 @@
-"""`make dev-bench`: each benchmark runs and prints its figures. No figure is judged here."""
+"""`make dev-bench`: each benchmark runs and prints its metrics. No metric is judged here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 TINY = ["--model.layers=1", "--model.width=16", "--model.context=16", "--batch.global_size=8"]
 
 
-def _figures(
+def _metrics(
     action: str, steps: int, rounds: int, *flags: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     numbers = ["--steps", str(steps), "--rounds", str(rounds)]
@@ -26,23 +26,23 @@ def _figures(
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["benchmark"] == action
-    return report, {figure["name"]: figure for figure in report["figures"]}
+    return report, {metric["name"]: metric for metric in report["figures"]}
 
 
 def test_layout_speed_bench_matches_torch_losses_for_every_axis() -> None:
-    report, figures = _figures("layout-speed", 1, 2, "--model.layers=2")
+    report, metrics = _metrics("layout-speed", 1, 2, "--model.layers=2")
     assert all(float(apart) < 1e-5 for apart in report["losses_apart"].values())
     for axis in ("shard", "pipeline", "tensor"):
-        assert figures[f"{axis} 2: hvdtrain / torch"]["aim"] == "<= 1.05"
+        assert metrics[f"{axis} 2: hvdtrain / torch"]["aim"] == "<= 1.05"
 
 
 def test_telemetry_bench_reports_ratio_and_step_time() -> None:
-    _, figures = _figures("telemetry", 2, 3)
-    assert figures["with / without"]["aim"] == "<= 1.01"
-    assert 0 < figures["with telemetry"]["median"] < 10_000
+    _, metrics = _metrics("telemetry", 2, 3)
+    assert metrics["with / without"]["aim"] == "<= 1.01"
+    assert 0 < metrics["with telemetry"]["median"] < 10_000
 
 
 def test_scrape_bench_reports_step_time_and_scrape_time() -> None:
-    _, figures = _figures("scrape", 50, 2)
-    assert 0 < figures["scraped every second"]["median"] < 10_000
-    assert 0.05 < figures["one scrape"]["median"] < 20, "ms"
+    _, metrics = _metrics("scrape", 50, 2)
+    assert 0 < metrics["scraped every second"]["median"] < 10_000
+    assert 0.05 < metrics["one scrape"]["median"] < 20, "ms"

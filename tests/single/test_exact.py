@@ -56,9 +56,9 @@ def test_run_is_bitwise_identical_on_other_ranks_and_launchers(
 ) -> None:
     directory = train(root, launcher.replace(":", "-"), FLAGS, launcher)
     assert weights(directory, STEPS) == weights(root / "alone", STEPS)
-    figures = ("loss", "grad_norm", "state_hash", "validation_loss")
+    compared = ("loss", "grad_norm", "state_hash", "validation_loss")
     for line, alone in zip(metrics(directory), metrics(root / "alone"), strict=True):
-        assert [line.get(name) for name in figures] == [alone.get(name) for name in figures]
+        assert [line.get(name) for name in compared] == [alone.get(name) for name in compared]
     code, said = _audit(directory, root / "alone", capsys)
     assert code == 0 and "bitwise identical" in said, said
     assert "30 steps up to 30" in said and "after 3 of them" in said, said

@@ -95,7 +95,7 @@ def test_watch_survives_hanging_server_and_logs_once(
         poll(lambda: len(said.asked) > 3, 20, "another question after those without an answer")
         said.hangs, said.notice = 0.0, True
         assert heard.wait(20)
-    assert told == ["notice from aws: this host is about to be taken away"] * 2
+    assert told == ["notice from aws: this host is about to be reclaimed"] * 2
     lines = [line for line in caplog.messages if "timed out" in line]
     assert len(lines) == 1 and lines[0].endswith("; retrying")
 

@@ -205,14 +205,14 @@ def _call(name: str, begin: float, dur: float, tid: int = 1, cat: str = "cpu_op"
 
 def _write(directory: Path, rank: int, events: list[dict[str, Any]], device: str = "cpu") -> None:
     phases = {"data": 1.0, "forward": 2.0, "backward": 3.0, "comm_exposed": 1.0, "optimizer": 1.0}
-    figures = {
+    metrics = {
         **{"rank": rank, "host": "a", "world_size": 2, "steps": [4, 6], "device": device},
         **{"phases": {**phases, "eval": 0.5, "checkpoint": 0.5, "other": 1.0}},
         **{"wall_seconds": 10.0, "inflight_seconds": 2.5},
         **{"host_peak_bytes": None, "device_peak_bytes": None},
     }
     stem = f"rank_{rank:05}_a.4"
-    (directory / f"{stem}.json").write_text(json.dumps(figures))
+    (directory / f"{stem}.json").write_text(json.dumps(metrics))
     (directory / (stem + TRACE)).write_bytes(gzip.compress(json.dumps(events).encode()))
 
 

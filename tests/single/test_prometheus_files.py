@@ -44,7 +44,7 @@ def _promtool(*arguments: str, text: bytes = b"") -> str:
 
 
 @pytest.fixture
-def figures(tmp_path: Path) -> Iterator[bytes]:
+def metrics(tmp_path: Path) -> Iterator[bytes]:
     """What rank 0 exports, in Prometheus' text format."""
     config = Config()
     config.telemetry = TelemetryConfig(port=1, host="127.0.0.1")
@@ -65,8 +65,8 @@ def figures(tmp_path: Path) -> Iterator[bytes]:
     exporter.close()
 
 
-def _names(figures: bytes) -> set[str]:
-    return set(re.findall(r"^(\w+)", figures.decode(), re.MULTILINE)) - {"#"}
+def _names(metrics: bytes) -> set[str]:
+    return set(re.findall(r"^(\w+)", metrics.decode(), re.MULTILINE)) - {"#"}
 
 
 def test_prometheus_accepts_configuration_and_rules() -> None:
@@ -78,8 +78,8 @@ def test_alerts_fire_exactly_when_expected() -> None:
     assert "SUCCESS" in _promtool("test", "rules", str(UNIT_TESTS))
 
 
-def test_metric_names_pass_promtool_check(figures: bytes) -> None:
-    assert _promtool("check", "metrics", text=figures) == ""
+def test_metric_names_pass_promtool_check(metrics: bytes) -> None:
+    assert _promtool("check", "metrics", text=metrics) == ""
 
 
 def test_dashboard_queries_are_valid_promql(tmp_path: Path) -> None:
@@ -92,14 +92,14 @@ def test_dashboard_queries_are_valid_promql(tmp_path: Path) -> None:
     assert f"{len(content)} rules found" in _promtool("check", "rules", str(file))
 
 
-def test_rules_and_panels_use_only_exported_metrics(figures: bytes) -> None:
+def test_rules_and_panels_use_only_exported_metrics(metrics: bytes) -> None:
     every = [rule["expr"] for name in ("recording", "alerts") for rule in rules(name)]
     every += [expr for _, expr in queries("mine", "1m")]
     recorded = {rule["record"] for rule in rules("recording")}
     named = {name for expr in every for name in re.findall(r"[\w:]*hvdtrain_[\w:]*", expr)}
     assert len(named) > 25
     assert {name for name in named if ":" in name} <= recorded
-    assert {name for name in named if ":" not in name} <= _names(figures)
+    assert {name for name in named if ":" not in name} <= _names(metrics)
     unused = recorded - named
     assert not unused, "recorded for nobody"
 

@@ -160,7 +160,7 @@ def test_launcher_without_a_secret_accepts_unsigned_requests() -> None:
 
 @pytest.mark.parametrize("ranks", [8, 32])
 def test_requests_per_rank_do_not_grow_with_world_size(ranks: int) -> None:
-    requests = rendezvous(ranks, 2).figures[1]
+    requests = rendezvous(ranks, 2).metrics[1]
     assert max(requests.values) <= 10, "its ranks, twice, and six contexts; some again"
 
 

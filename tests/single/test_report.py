@@ -87,7 +87,7 @@ def history(tmp_path: Path) -> History:
     return history
 
 
-def _figures(capsys: pytest.CaptureFixture[str], *runs: Path) -> dict[str, Any]:
+def _metrics(capsys: pytest.CaptureFixture[str], *runs: Path) -> dict[str, Any]:
     capsys.readouterr()
     assert cli.main(["report", *map(str, runs), "--format", "json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -97,7 +97,7 @@ def _figures(capsys: pytest.CaptureFixture[str], *runs: Path) -> dict[str, Any]:
 def test_metrics_equal_values_computed_by_hand(
     history: History, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = _figures(capsys, history.directory)
+    found = _metrics(capsys, history.directory)
     assert found["state"] == "finished" and found["exit_code"] == 0
     assert (found["steps"], found["total_steps"], found["ranks"]) == (60, 60, 1)
     assert found["deals"] == [{"step": 6, "micro_batches": [3, 1]}]
@@ -128,7 +128,7 @@ def test_metrics_equal_values_computed_by_hand(
 def test_restarts_and_stragglers_are_reported(
     history: History, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = _figures(capsys, history.directory)
+    found = _metrics(capsys, history.directory)
     launched, recovered = found["restarts"]
     assert (launched["cause"], launched["step"], launched["redone_steps"]) == ("launch", 10, 3)
     assert launched["seconds_without_steps"] == pytest.approx(30 + STARTING + WARMING)
@@ -220,7 +220,7 @@ def test_two_runs_are_compared(
     other = History(tmp_path / "o$ther$<b>")
     other.launch(2)
     other.steps(30)
-    found = _figures(capsys, history.directory, other.directory)
+    found = _metrics(capsys, history.directory, other.directory)
     assert found["a"]["steps"] == 60 and found["b"]["state"] == "no end"
     assert found["ratios"]["steps"] == 0.5 and found["ratios"]["final_loss"] == 2
     assert found["ratios"]["overlap"] is None  # the other has no ranks.jsonl
@@ -279,7 +279,7 @@ def test_report_lists_missing_data_and_shows_the_rest(
 ) -> None:
     damage, sentences, pictures = DAMAGES[name]
     damage(history)
-    found = _figures(capsys, history.directory)
+    found = _metrics(capsys, history.directory)
     assert cli.main(["report", str(history.directory)]) == 0
     page = (history.directory / "report.html").read_text()
     for sentence in sentences:
@@ -295,7 +295,7 @@ def test_report_shows_an_unfinished_run_of_one_rank(
     history.launch(1)
     history.steps(1)
     _ranks_line(history, 1, 1, forward=[1.0])
-    found = _figures(capsys, history.directory)
+    found = _metrics(capsys, history.directory)
     assert found["overlap"] is None and found["exposed_share"] == 0
     assert found["bus_bandwidth_bytes_per_second"] is None and found["slowest_rank"] is None
     assert found["state"] == "no end" and found["steps"] == 1
@@ -340,7 +340,7 @@ def test_invalid_usage_ends_with_a_clear_error(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["report", str(history.directory)]) == 2
     assert "pip install 'hvdtrain[report]'" in capsys.readouterr().err
-    assert _figures(capsys, history.directory)["steps"] == 60
+    assert _metrics(capsys, history.directory)["steps"] == 60
 
 
 _MEASURED = """

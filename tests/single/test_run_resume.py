@@ -115,7 +115,7 @@ def test_branch_without_whole_checkpoints_is_not_started_again(
     for directory in (root / "unmarked/checkpoints").iterdir():
         (directory / "complete").unlink()
     done = _run(root, "unmarked", "--run.resume", str(other))
-    assert done.returncode == 2 and "is whole (step_00000020, step_00000010)" in done.stderr, done
+    assert done.returncode == 2 and "is intact (step_00000020, step_00000010)" in done.stderr, done
 
 
 REFUSED = {

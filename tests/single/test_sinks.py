@@ -114,8 +114,8 @@ def test_sinks_have_the_curve_of_the_run_once_after_a_resume(
     flags += ["--checkpoint.every", "5", "--run.root", str(tmp_path), "--run.id", "run"]
     slow = environment(env | {"HVDTRAIN_TEST_PACE": "0.05"})
     with subprocess.Popen([*TRAIN, *flags], env=slow, stderr=subprocess.DEVNULL) as first:
-        poll(lambda: len(_mlflow(tmp_path)[1]) > 12, 60, "figures in MLflow")
-        poll(lambda: len([*_wandb(directory).values(), []][0]) > 12, 60, "figures in wandb")
+        poll(lambda: len(_mlflow(tmp_path)[1]) > 12, 60, "metrics in MLflow")
+        poll(lambda: len([*_wandb(directory).values(), []][0]) > 12, 60, "metrics in wandb")
         first.kill()
     wandb_id = (directory / "wandb.id").read_text()
     done = run(tmp_path / "output", flags, env=env | {"HVDTRAIN_TEST_PACE": "0"})
@@ -177,7 +177,7 @@ def silent_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-# Only the longest has more figures than a sink keeps; how a process ends is its launcher's matter.
+# Only the longest has more metrics than a sink keeps; how a process ends is its launcher's matter.
 @pytest.mark.parametrize(("launcher", "steps"), [("", 1100), ("gloo:2", 30), ("mpirun:2", 30)])
 def test_hanging_sink_does_not_block_steps_or_the_end(
     tmp_path: Path, silent_server: str, launcher: str, steps: int
@@ -231,7 +231,7 @@ class Blocked:
     def open(self, after: int) -> None:
         pass
 
-    def write(self, step: int, at: float, figures: Mapping[str, float]) -> None:
+    def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
         self.go_on.wait(30)
         self.steps.append(step)
 
@@ -260,8 +260,8 @@ def test_sinks_receive_only_finite_numbers() -> None:
     seen: list[Any] = []
 
     class Seen(Blocked):
-        def write(self, step: int, at: float, figures: Mapping[str, float]) -> None:
-            seen.append((step, at, dict(figures)))
+        def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
+            seen.append((step, at, dict(metrics)))
 
     sink = BackgroundSink(Seen())
     sink.start(0)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.errors import UserError
-from hvdtrain.launch.commands import elastic_horovodrun, mpirun_that_notices
+from hvdtrain.launch.commands import elastic_horovodrun, mpirun_with_failure_detection
 from hvdtrain.supervise import policy as pace_module
 from hvdtrain.supervise import run_progress, supervisor
 from hvdtrain.supervise.hosts import VARIABLE, end_orphans
@@ -136,7 +136,7 @@ def test_silent_host_ends_a_start_only_if_no_step_is_completed(
 
 def test_mpirun_detects_dead_hosts_and_exports_the_environment() -> None:
     env = {"HVDTRAIN_LAUNCH_ID": "/r", "HOROVOD_CYCLE_TIME": "2", "HOME": "/root", "OMP_X": "1"}
-    argv = mpirun_that_notices(12, TRAIN, "a:8,b:4", env)
+    argv = mpirun_with_failure_detection(12, TRAIN, "a:8,b:4", env)
     text = " ".join(argv)
     assert text.startswith("mpirun -np 12 ") and "-H a:8,b:4" in text
     assert argv[-len(TRAIN) :] == TRAIN
@@ -231,7 +231,7 @@ def test_last_errors_are_recent_and_start_with_the_cause(tmp_path: Path) -> None
     log(0, (5, "error", "HorovodInternalError: lost"), (3, "info", "fine"))
     log(1, (1, "error", "from the start before"))
     log(2, (4, "error", "first"), (6, "error", "RuntimeError: the cause"))
-    assert run_progress.last_words(tmp_path, since=2) == [
+    assert run_progress.last_errors(tmp_path, since=2) == [
         "rank 2 on n: RuntimeError: the cause",
         "rank 0 on n: HorovodInternalError: lost",
     ]
@@ -265,7 +265,7 @@ def test_unreachable_host_is_reported_as_not_cleaned() -> None:
 def test_missing_launcher_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hvdtrain.supervise.launcher import Launcher
 
-    with pytest.raises(UserError, match="no-such-mpirun is not there"):
+    with pytest.raises(UserError, match="no-such-mpirun is not found"):
         Launcher(["no-such-mpirun"], {})
 
 

@@ -220,7 +220,7 @@ def test_columns_are_restored_from_a_model_or_a_json_file(tmp_path: Path) -> Non
     assert task._data is not None and task._data.columns.features == columns.features
 
 
-# --- figures ------------------------------------------------------------------
+# --- metrics ------------------------------------------------------------------
 
 
 def test_auc_rmse_and_r2_equal_scikit_learn() -> None:

@@ -201,7 +201,7 @@ def test_sigterm_restores_the_terminal(job: tuple[Job, Path], screens: list[Scre
 
 
 def _serve(directory: Path, **config: Any) -> Exporter:
-    """An exporter with figures, and the file that says where it is."""
+    """An exporter with metrics, and the file that says where it is."""
     directory.mkdir(exist_ok=True)
     exporter = Exporter(TelemetryConfig(host=HOST, port=1, **config), 0)
     began = time.monotonic()

@@ -127,7 +127,7 @@ def test_damaged_checkpoints_are_reported_once(root: Path, tmp_path: Path) -> No
         content[-1] ^= 1
         (directory / "model.safetensors").write_bytes(content)
     done = _fails(tmp_path, "gloo:2")
-    _assert_said_once(done, "is whole")
+    _assert_said_once(done, "is intact")
     for directory in checkpoints:  # nothing is lost
         assert (
             directory / "complete"

@@ -208,7 +208,7 @@ def run_directory(root: Path, data: DataObject) -> None:
     json.dumps(live.refresh())
     run_progress.newest_step(run)
     run_progress.made_steps(run, 0.0)
-    run_progress.last_words(run, 0.0)
+    run_progress.last_errors(run, 0.0)
     found = Run(run)
     for look in (lambda: found.columns(), lambda: found.newest(), lambda: found.manifest):
         with contextlib.suppress(UserError):

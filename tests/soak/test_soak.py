@@ -1,4 +1,4 @@
-"""Long runs between two hosts: their figures are printed, and only coarse limits are asserted.
+"""Long runs between two hosts: their metrics are printed, and only coarse limits are asserted.
 
 HVDTRAIN_SOAK_SECONDS: about how long the disturbed run is (default 300).
 """
@@ -135,7 +135,7 @@ def test_sixteen_ranks_recover_from_a_kill_faster_than_upstream(
     command += ["--format", "json", "--", f"--run.root={runs}", *SMALL.split()]
     done = cluster.run("node1", command, timeout=600)
     assert done.returncode == 0, done
-    seconds = {figure["name"]: figure["median"] for figure in json.loads(done.stdout)["figures"]}
+    seconds = {metric["name"]: metric["median"] for metric in json.loads(done.stdout)["figures"]}
     with capsys.disabled():
         print(f"\n{SIXTEEN} ranks on 2 hosts: {seconds}")
     # horovod#3556 reports 15.8 s, on hosts with a processor for each rank.

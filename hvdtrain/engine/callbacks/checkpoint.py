@@ -267,7 +267,7 @@ class SaveCheckpoints(Callback):
 
     def _wait(self, writer: CheckpointWriter, step: int, deadline: float) -> None:
         """Wait for the save in progress until `deadline`; take a turn every second."""
-        limit = min(deadline, time.monotonic() + writer.patience())
+        limit = min(deadline, time.monotonic() + writer.wait_limit())
         while not writer.wait(min(limit, time.monotonic() + _TURN_SECONDS)):
             if time.monotonic() >= limit:
                 return

@@ -1,6 +1,6 @@
 """Callbacks that report each step.
 
-LogMetrics writes metrics.jsonl, the sinks, and rank 0's progress bar or lines. TellMfu adds the
+LogMetrics writes metrics.jsonl, the sinks, and rank 0's progress bar or lines. RecordMfu adds the
 model FLOPs utilization to the record. Export updates this rank's Prometheus exporter.
 """
 
@@ -101,7 +101,7 @@ class LogMetrics(Callback):
         self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
         steps = loop.train.steps
         eta = tqdm.format_interval((steps - record["step"]) * record["step_seconds"])
-        logger.info("step %d/%d  %s  ETA %s", record["step"], steps, self._figures(record), eta)
+        logger.info("step %d/%d  %s  ETA %s", record["step"], steps, self._describe(record), eta)
 
     def _show_bar(self, loop: Loop, record: StepRecord) -> None:
         if self._bar is None:
@@ -113,10 +113,10 @@ class LogMetrics(Callback):
                 dynamic_ncols=True,
             )
         # Includes the newest validation loss, which most steps do not have.
-        self._bar.set_postfix_str(self._figures(self.last), refresh=False)
+        self._bar.set_postfix_str(self._describe(self.last), refresh=False)
         self._bar.update(record["step"] - self._bar.n)
 
-    def _figures(self, record: StepRecord) -> str:
+    def _describe(self, record: StepRecord) -> str:
         parts = [f"epoch {record['epoch']:.2f}", f"loss {record['loss']:.4f}"]
         if "validation_loss" in record:
             parts.append(f"validation {record['validation_loss']:.4f}")
@@ -136,7 +136,7 @@ class LogMetrics(Callback):
             self._bar.close()
 
 
-class TellMfu(Callback):
+class RecordMfu(Callback):
     """Add "mfu" to the record: of this step, over all ranks, as if all had this rank's device."""
 
     def __init__(self, flops: ModelFlops) -> None:

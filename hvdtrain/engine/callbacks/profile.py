@@ -149,15 +149,15 @@ class Profile(Callback):
         first, trace, end = self._first, self._trace, self._next
         assert first is not None
         rank, host = self._topology.rank, self._topology.host
-        figures = trace.stop() if trace is not None else {}
+        metrics = trace.stop() if trace is not None else {}
         if end == first:  # no step was finished
             timeline_path(self._directory, first).unlink(missing_ok=True)
         elif trace is not None:
             facts = {"rank": rank, "world_size": self._topology.world_size}
             path = rank_path(self._directory, rank, host, first, TRACE)
             trace.write(path, {"backend": "horovod", **facts})
-            figures |= {"host": host, "steps": [first, end], "device": self._device.type, **facts}
-            write_measurements(rank_path(self._directory, rank, host, first, ".json"), figures)
+            metrics |= {"host": host, "steps": [first, end], "device": self._device.type, **facts}
+            write_measurements(rank_path(self._directory, rank, host, first, ".json"), metrics)
             logger.info("profile of steps %d to %d: %s", first, end - 1, path)
 
     def _try(self, part: Callable[[], None]) -> None:
@@ -183,8 +183,8 @@ class Trace:
 
     Args:
         step: the first recorded step.
-        device: of the model.
-        timer: of the phases; its listener must call `enter`.
+        device: device of the model.
+        timer: timer of the phases; its listener must call `enter`.
         memory: peak memory of the phases.
         inflight: returns the current Exchange.inflight_seconds.
     """

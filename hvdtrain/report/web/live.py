@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain.report.web.overview import News, Overview, Tail
 from hvdtrain.run_files.run_directory import RunDirectory
-from hvdtrain.untrusted import number, whole
+from hvdtrain.untrusted import integer, number
 
 BINS = 500
 _OVER_STEPS = ("loss", "validation_loss", "samples_per_second", "step_seconds")
@@ -125,7 +125,7 @@ class LiveRun:
             self._forget_metrics()
         self._torn += news.torn
         for line in news.lines:
-            step = whole(line.get("step"))
+            step = integer(line.get("step"))
             if step is None:
                 continue
             for name, series in self._series.items():
@@ -141,7 +141,7 @@ class LiveRun:
         if news.restarted:
             self._forget_ranks()
         for line in news.lines:
-            step, phases, score = whole(line.get("step")), _phases(line), _row(line.get("score"))
+            step, phases, score = integer(line.get("step")), _phases(line), _row(line.get("score"))
             if step is None or not phases:
                 continue
             total = sum(map(sum, phases.values()))
@@ -151,7 +151,7 @@ class LiveRun:
                 self._score.add(step, min(score))
             self._window = {
                 "step": step,
-                "steps": whole(line.get("steps")) or 1,
+                "steps": integer(line.get("steps")) or 1,
                 "phases": phases,
                 "score": score,
                 "host_memory_bytes": _row(line.get("host_memory_bytes")),

@@ -13,7 +13,7 @@ from hvdtrain.run_files.listing import run_state
 from hvdtrain.run_files.owner_token import Token, read
 from hvdtrain.run_files.ownership import STALE_SECONDS
 from hvdtrain.run_files.run_directory import RunDirectory
-from hvdtrain.untrusted import json_object, number, open_regular, read_json, whole
+from hvdtrain.untrusted import integer, json_object, number, open_regular, read_json
 
 CHUNK = 4 * 2**20  # bytes read at a time: a fraction of a second
 _REMEMBERED = 512
@@ -195,21 +195,21 @@ class Overview:
         if kind == "start":
             self._record_start(event)
         elif kind == "end":
-            self._end = whole(event.get("exit_code"))
+            self._end = integer(event.get("exit_code"))
         elif kind == "early_stop":
             self._early = True
         elif kind == "checkpoint":
             self._checkpoints += 1
-            self._saved = whole(event.get("step"))
+            self._saved = integer(event.get("step"))
         elif kind in ("straggler", "straggler_ended"):
             whose = str(event.get("rank")), str(event.get("stage"))
             self.slow.pop(whose, None)
             if kind == "straggler":
                 self.slow[whose] = {
-                    "rank": whole(event.get("rank")),
+                    "rank": integer(event.get("rank")),
                     "host": str(event.get("host", "?")),
                     "phase": str(event.get("phase", "?")),
-                    "step": whole(event.get("step")),
+                    "step": integer(event.get("step")),
                 }
 
     def _record_start(self, event: dict[str, Any]) -> None:
@@ -224,9 +224,9 @@ class Overview:
                     "number": self._starts - 1,
                     "cause": str(found["cause"] or "unknown"),
                     "source": str(found["source"] or "?"),
-                    "step": whole(found["step"]),
-                    "ranks_before": whole(before.get("world_size")),
-                    "ranks_after": whole(found["world_size"]),
+                    "step": integer(found["step"]),
+                    "ranks_before": integer(before.get("world_size")),
+                    "ranks_after": integer(found["world_size"]),
                     "seconds": number(found["seconds"]),
                     "time": number(found["time"]),
                 }
@@ -241,11 +241,11 @@ class Overview:
             "name": self._name,
             "state": self._state(),
             "task": str(task) if task else None,
-            "step": whole(line.get("step")),
-            "total_steps": whole(self._start.get("total_steps")),
+            "step": integer(line.get("step")),
+            "total_steps": integer(self._start.get("total_steps")),
             "loss": number(line.get("loss")),
             "samples_per_second": number(line.get("samples_per_second")),
-            "ranks": whole(self._start.get("world_size") or self._manifest.get("world_size")),
+            "ranks": integer(self._start.get("world_size") or self._manifest.get("world_size")),
             "hosts": len(self._hosts()) or None,
             "restarts": max(0, self._starts - 1),
             "checkpoints": self._checkpoints,

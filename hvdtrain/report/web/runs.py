@@ -17,7 +17,7 @@ _LIST_SECONDS = 1.0  # lifetime of the list, for any number of requests
 
 
 @dataclass
-class _LookedAt:
+class _CachedRun:
     """A run whose data is cached.
 
     Args:
@@ -44,7 +44,7 @@ class Runs:
         self._root = root
         self._only = only
         self._overviews: dict[str, Overview] = {}
-        self._live: dict[str, _LookedAt] = {}
+        self._live: dict[str, _CachedRun] = {}
         self._rows: list[dict[str, Any]] = []
         self._listed = float("-inf")
         self._list_lock, self._live_lock = Lock(), Lock()
@@ -76,7 +76,7 @@ class Runs:
         path = self.path(name)
         now = time.monotonic()
         with self._live_lock:
-            found = self._live.setdefault(name, _LookedAt(LiveRun(path)))
+            found = self._live.setdefault(name, _CachedRun(LiveRun(path)))
             found.last = now
             oldest = now - _LOOKED_AT_SECONDS
             self._live = {n: kept for n, kept in self._live.items() if kept.last > oldest}

@@ -6,23 +6,23 @@ from collections.abc import Sequence
 
 from hvdtrain.bench.benchmarks import ratios
 from hvdtrain.bench.processes import QUIET, launch, measure, on_threads
-from hvdtrain.bench.report import Figure, Report
+from hvdtrain.bench.report import BenchMetric, Report
 from tests.soak.bench.worker import worker
 
 
 def layout_speed(flags: Sequence[str], steps: int, rounds: int) -> Report:
     """A step of a model that 2 ranks share against scripts of torch alone, on the same samples."""
-    figures, apart = [], {}
+    metrics, apart = [], {}
     for axis in ("shard", "pipeline", "tensor"):
         # Torch's pipeline leaves tied parameters to its user.
         keys = [f"--parallel.{axis}=2", "--model.tied_embeddings=false"]
         command = worker("layout-speed", steps, [*flags, *QUIET, *keys], rounds)
         result = measure(launch("mpi", 2, on_threads(1, command)))
         own, theirs = result["seconds"]["hvdtrain"], result["seconds"]["torch"]
-        figures += [
-            Figure(f"{axis} 2: hvdtrain", "ms/step", [s * 1000 for s in own]),
-            Figure(f"{axis} 2: torch", "ms/step", [s * 1000 for s in theirs]),
-            Figure(f"{axis} 2: hvdtrain / torch", "x", ratios(own, theirs), at_most=1.05),
+        metrics += [
+            BenchMetric(f"{axis} 2: hvdtrain", "ms/step", [s * 1000 for s in own]),
+            BenchMetric(f"{axis} 2: torch", "ms/step", [s * 1000 for s in theirs]),
+            BenchMetric(f"{axis} 2: hvdtrain / torch", "x", ratios(own, theirs), at_most=1.05),
         ]
         apart[axis] = f"{result['apart']:.1e}"
-    return Report("layout-speed", figures, {"losses_apart": apart})
+    return Report("layout-speed", metrics, {"losses_apart": apart})

@@ -22,7 +22,7 @@ from horovod.runner.common.util import secret
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousServer
 
-from hvdtrain.bench.report import Figure, Report
+from hvdtrain.bench.report import BenchMetric, Report
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.rendezvous import ask
 from hvdtrain.elastic.status import Identity, ProcessStatus
@@ -63,13 +63,13 @@ def rendezvous(ranks: int, generations: int) -> Report:
     # Of the first one: the processes of the ranks start at different times.
     seconds = [max(m.ended for m in all_) - max(m.began for m in all_) for all_ in by_generation]
     last = by_generation[-1]
-    figures = [
-        Figure(f"rendezvous of {ranks} ranks", "s", seconds, at_most=5.0),
-        Figure("requests of a rank", "", [m.requests for m in last]),
-        Figure("sent by a rank", "KiB", [m.sent / 1024 for m in last]),
-        Figure("received by a rank", "KiB", [m.received / 1024 for m in last]),
+    metrics = [
+        BenchMetric(f"rendezvous of {ranks} ranks", "s", seconds, at_most=5.0),
+        BenchMetric("requests of a rank", "", [m.requests for m in last]),
+        BenchMetric("sent by a rank", "KiB", [m.sent / 1024 for m in last]),
+        BenchMetric("received by a rank", "KiB", [m.received / 1024 for m in last]),
     ]
-    return Report("rendezvous", figures, {"ranks": ranks})
+    return Report("rendezvous", metrics, {"ranks": ranks})
 
 
 class _Hosts:

@@ -13,7 +13,7 @@ from threading import Event, Thread
 from hvdtrain.bench.benchmarks import ratios
 from hvdtrain.bench.jobs import ControlledJob, median_range, seconds_per_step, train
 from hvdtrain.bench.processes import QUIET, launch, measure
-from hvdtrain.bench.report import Figure, Report
+from hvdtrain.bench.report import BenchMetric, Report
 from hvdtrain.launch.commands import horovodrun
 from tests.soak.bench.scraper import read
 from tests.soak.bench.worker import worker
@@ -33,12 +33,12 @@ def telemetry(flags: Sequence[str], steps: int, rounds: int) -> Report:
     command = worker("telemetry", steps, [*flags, *QUIET], rounds)
     seconds = measure(launch("gloo", _RANKS, command))["seconds"]
     found = ratios(seconds["with"], seconds["without"])
-    figures = [
-        Figure("with telemetry", "ms/step", [s * 1000 for s in seconds["with"]]),
-        Figure("without", "ms/step", [s * 1000 for s in seconds["without"]]),
-        Figure("with / without", "x", found, at_most=1.01),
+    metrics = [
+        BenchMetric("with telemetry", "ms/step", [s * 1000 for s in seconds["with"]]),
+        BenchMetric("without", "ms/step", [s * 1000 for s in seconds["without"]]),
+        BenchMetric("with / without", "x", found, at_most=1.01),
     ]
-    return Report("telemetry", figures, _range(found))
+    return Report("telemetry", metrics, _range(found))
 
 
 def scrape(flags: Sequence[str], steps: int, rounds: int, np: int) -> Report:
@@ -61,13 +61,15 @@ def scrape(flags: Sequence[str], steps: int, rounds: int, np: int) -> Report:
                     left.append(seconds_per_step(job, steps))
     found = ratios(scraped, left)
     cost = measure(worker("scrape", 1, [*flags, *QUIET], rounds))
-    figures = [
-        Figure("scraped every second", "ms/step", [s * 1000 for s in scraped]),
-        Figure("not scraped", "ms/step", [s * 1000 for s in left]),
-        Figure("scraped / not scraped", "x", found, at_most=1.01),
-        Figure("one scrape", "ms of CPU time", [s * 1000 for s in cost["seconds"]], at_most=1.0),
+    metrics = [
+        BenchMetric("scraped every second", "ms/step", [s * 1000 for s in scraped]),
+        BenchMetric("not scraped", "ms/step", [s * 1000 for s in left]),
+        BenchMetric("scraped / not scraped", "x", found, at_most=1.01),
+        BenchMetric(
+            "one scrape", "ms of CPU time", [s * 1000 for s in cost["seconds"]], at_most=1.0
+        ),
     ]
-    return Report("scrape", figures, {"ranks": np, **_range(found)})
+    return Report("scrape", metrics, {"ranks": np, **_range(found)})
 
 
 def _job(np: int, flags: Sequence[str], root: Path) -> ControlledJob:

@@ -173,14 +173,14 @@ class JobState:
     Args:
         min_np, max_np: the fewest and the most processes of a generation.
         timeout: seconds to wait for hosts while too few processes are left.
-        reset_limit: generations after failures before the job ends; None: no limit.
+        reset_limit: failed generations that the job tolerates; None: any number.
         processes: all that were started; the index is a process's number.
         generations: number of generations formed; the current one has the number before.
         newcomers: processes of the current generation that need the run's state from others.
         identity: of the run, and the host that reported it.
         rank_lost: a running process was lost, and the other ranks are not notified yet.
         failed: a process died since the last generation was formed.
-        failed_generations: see --reset-limit.
+        failed_generations: number of generations that ended because a process died.
         counted_generations: number of generations whose end has been counted as a failure.
         short_since: since when too few processes have been left.
         stop_requested: the ranks write a checkpoint and end (a signal, or a host leaves).
@@ -554,7 +554,8 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
         if job.stop_requested:
             return [EndJob(EXIT_PREEMPTED)]
         return _wait_for_more(job, len(staying), needed, now)
-    if job.reset_limit is not None and job.failed_generations > job.reset_limit:
+    failures = job.failed_generations + job.failed
+    if job.reset_limit is not None and failures > job.reset_limit:
         return [_fail(f"ranks failed more than {job.reset_limit} times (--reset-limit)")]
     actions: list[Action] = [RemoveProcess(p.number) for p in waiting if p.leaving]
     if spares := [p for p in staying if p not in members]:

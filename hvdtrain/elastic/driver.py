@@ -96,7 +96,7 @@ class ElasticDriver:
         discovery: find_available_hosts_and_slots() -> {host: slots}.
         min_num_proc, max_num_proc: the fewest and the most processes of a generation.
         timeout: seconds to wait for hosts while fewer than `min_num_proc` processes are left.
-        reset_limit: generations after failures before the job ends.
+        reset_limit: failed generations that the job tolerates; None: any number.
         cooldown_range: (first, longest) pause in seconds before a slot is used again.
         verbose: 1 = print the longest heartbeat delay at the end.
     """

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_sequences
 
-from hvdtrain.elastic.status import TRAINING, Identity, ProcessStatus
+from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity, ProcessStatus
 from tests.support.driver_fakes import DecidedJob, Formed, SteppedDriver
 
 HOSTS = ("a", "b", "c")
@@ -23,7 +23,7 @@ IDENTITY = Identity("cpu", "digest", 100, None)
 TIMEOUT = 600  # seconds
 LAST_RESORT = 900.0
 LEAVE = 30.0
-EXAMPLES = int(os.environ.get("HVDTRAIN_DRIVER_EXAMPLES", "1000"))
+EXAMPLES = int(os.environ.get("HVDTRAIN_DRIVER_EXAMPLES", "500"))
 
 
 @dataclass
@@ -41,6 +41,8 @@ class Rank:
         told: it was asked to end in response to its request.
         excluded: it must not take part in a generation again.
         survivor: it has taken part in a generation, and was not made a spare since.
+        must_drop: a generation was formed without it, and it has not received that answer.
+        transfers: generations with it that failed during the state transfer.
         left: when its host or slot was taken away; None: it stays.
     """
 
@@ -54,12 +56,14 @@ class Rank:
     step: int = 0
     shard: int | None = None
     reachable: int = 0
-    failed: bool = False
+    failed: str | None = None
     may_end: list[str] = field(default_factory=list)
     must_end: bool = False
     told: bool = False
     excluded: bool = False
     survivor: bool = False
+    must_drop: bool = False
+    transfers: int = 0
     left: float | None = None
 
     def leaves(self, now: float) -> None:
@@ -143,7 +147,7 @@ class Decisions(RuleBasedStateMachine):
             IDENTITY,
             trained=rank.trained,
             step=rank.step,
-            failed=TRAINING if rank.failed else None,
+            failed=rank.failed,
             replica_size=self.size,
             shard=rank.shard,
             reachable_step=rank.reachable,
@@ -154,12 +158,13 @@ class Decisions(RuleBasedStateMachine):
         got = self.job.join(rank.number, self._status(rank))
         if got is None:
             return
+        if got.get("spare"):
+            rank.must_drop = False
         if got["rank"] >= 0:
             assert not rank.excluded, f"{rank} takes part again"
+            assert not rank.must_drop, f"{rank} does not know that it was a spare"
             self._become(rank, "training")
-        elif got.get("spare"):
-            rank.reachable, rank.failed, rank.survivor = rank.step, False, False
-        else:
+        elif not got.get("spare"):
             assert not rank.told, f"{rank} was asked to end twice"
             assert rank.may_end or rank.left or self.job.over or self.job.state.ending, (
                 f"{rank} was removed"
@@ -168,7 +173,7 @@ class Decisions(RuleBasedStateMachine):
             rank.may_end.append("told")
             self._become(rank, "ending")
 
-    def _ask(self, rank: Rank, failed: bool) -> None:
+    def _ask(self, rank: Rank, failed: str | None) -> None:
         rank.failed = failed
         rank.survivor = True
         self._become(rank, "asking")
@@ -218,7 +223,7 @@ class Decisions(RuleBasedStateMachine):
             return
         newest = max((r.step for r in members), default=0)
         for index, rank in enumerate(members):
-            rank.trained, rank.failed = True, False
+            rank.trained, rank.failed = True, None
             rank.step = rank.reachable = self.newest = newest + steps
             if self.size > 1:
                 rank.shard = index % self.size
@@ -228,7 +233,7 @@ class Decisions(RuleBasedStateMachine):
                 self.exit(rank, 75)
         elif news.get("hosts"):
             for rank in members:
-                self._ask(rank, failed=False)
+                self._ask(rank, failed=None)
 
     @precondition(_running)
     @rule(steps=st.integers(1, 3))
@@ -277,7 +282,29 @@ class Decisions(RuleBasedStateMachine):
         self._interrupt(done)
         for rank in self._members()[:count]:
             if not rank.hangs:
-                self._ask(rank, failed=True)
+                self._ask(rank, failed=TRAINING)
+
+    @precondition(_running)
+    @rule(times=st.integers(1, 3))
+    def newcomers_do_not_receive_the_state(self, times: int) -> None:
+        for _ in range(times):
+            members = self._members()
+            if self.broken or all(r.trained for r in members) or any(r.hangs for r in members):
+                return
+            self.broken = True
+            for rank in members:
+                rank.transfers += 1
+                self._ask(rank, failed=STATE_TRANSFER)
+            self.time_passes(0.25)
+
+    @precondition(_running)
+    @rule(index=st.integers(0, 8))
+    def answer_is_lost(self, index: int) -> None:
+        """A process does not receive the answer to its request; it asks again later."""
+        rank = self._pick([r for r in self._live("asking") if not r.hangs], index)
+        if rank is not None:
+            got = self.job.join(rank.number, self._status(rank)) or {"rank": -1}
+            self.broken |= got["rank"] >= 0
 
     @precondition(_running)
     @rule(index=st.integers(0, 8), done=st.integers(0, 511), own=st.booleans())
@@ -428,9 +455,10 @@ class Decisions(RuleBasedStateMachine):
                 rank.exclude("it had to leave")
             elif rank.phase == "starting" and now - rank.since > TIMEOUT:
                 rank.may_end.append("never asked")
-        formed = len(self.job.formed)
+        formed, said = len(self.job.formed), len(self.job.messages)
         self.job.consider(seconds)
         self._adopt()
+        self._check_refusals(self.job.messages[said:])
         for generation in self.job.formed[formed:]:
             self._check_generation(generation)
         for rank in self._live("asking"):
@@ -438,6 +466,14 @@ class Decisions(RuleBasedStateMachine):
                 self._poll(rank)
 
     # --- invariants -------------------------------------------------------------
+
+    def _check_refusals(self, messages: list[str]) -> None:
+        for rank in self._live("asking"):
+            why = f"{self.job.state.processes[rank.number]} is refused ("
+            for message in messages:
+                if message.startswith(why) and "refused" not in rank.may_end:
+                    assert rank.transfers >= 2 and not rank.trained, f"{rank}: {message}"
+                    rank.exclude("refused")
 
     def _check_generation(self, formed: Formed) -> None:
         assert formed.number == self.generation + 1, "a generation was skipped or repeated"
@@ -462,6 +498,10 @@ class Decisions(RuleBasedStateMachine):
         self.newest = max(r.step for r in chosen)
         for rank in chosen:
             rank.survivor = True
+        for rank in able:
+            if rank.survivor and rank not in chosen:
+                rank.reachable, rank.failed, rank.survivor = rank.step, None, False
+                rank.must_drop = True
 
     def _check_state(self, able: list[Rank], chosen: list[Rank]) -> None:
         """The generation keeps all state, and the newest."""
@@ -516,24 +556,3 @@ def test_decisions_keep_their_invariants_under_random_events() -> None:
 
 def test_driver_performs_decisions_under_random_events() -> None:
     _run_sequences(SteppedDriver, EXAMPLES // 20)
-
-
-def test_notice_holds_when_discovery_misses_the_host_once() -> None:
-    job = DecidedJob({"a": 1, "b": 1}, np=2, min_np=1, max_np=2, timeout=TIMEOUT)
-    try:
-        for seconds in (0.0, 0.25):
-            job.consider(seconds)
-            for number in (0, 1):
-                job.join(number, ProcessStatus(IDENTITY))
-        job.leave(1, "notice")
-        del job.found["b"]
-        job.discover()
-        job.found["b"] = 1
-        job.discover()
-        assert job.news(0)["hosts"]
-        for number in (0, 1):
-            job.join(number, ProcessStatus(IDENTITY, trained=True, step=5))
-        job.consider(0.25)
-        assert job.join(1, ProcessStatus(IDENTITY)) == {"rank": -1}
-    finally:
-        job.close()

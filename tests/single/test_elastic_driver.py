@@ -400,6 +400,36 @@ def test_loss_of_all_hosts_ends_the_job_with_exit_code_1(job: Callable[..., Job]
     assert [result[0] for result in results.values()] == [1]
 
 
+def test_job_continues_while_discovery_fails(
+    job: Callable[..., Job], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> dict[str, int]:
+        raise RuntimeError("no answer")
+
+    running = job({"a": 1, "b": 1}, np=2)
+    running.join(0, 1)
+    with monkeypatch.context() as failing:
+        failing.setattr(running, "find_available_hosts_and_slots", fail)
+        time.sleep(1.2)
+    assert running.news() == {"stop": False, "hosts": False}, "a host was removed"
+    assert "hvdtrain: discovery failed: no answer" in capsys.readouterr().err
+    del running.hosts["b"]
+    _until(lambda: running.news()["hosts"])
+
+
+def test_bug_in_the_driver_ends_the_job_with_exit_code_1(
+    job: Callable[..., Job], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(state: object, now: float) -> list[object]:
+        raise ZeroDivisionError
+
+    running = job({"a": 1}, np=1)
+    monkeypatch.setattr(driver_module, "decide", fail)
+    results = running.driver.get_results().worker_results
+    assert [result[0] for result in results.values()] == [1]
+    assert "error in the elastic driver:\nTraceback" in capsys.readouterr().err
+
+
 def test_sample_that_always_raises_ends_the_job(job: Callable[..., Job]) -> None:
     running = job({"a": 4}, np=4)
     running.join(0, 1, 2, 3)

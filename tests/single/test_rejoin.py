@@ -87,9 +87,20 @@ def _lose(agreement: Agreement, take: Callable[[], None]) -> None:
         agreement.wait(STEP + 1, take)
 
 
-@pytest.mark.parametrize("spare", [False, True], ids=["takes part", "spare"])
-def test_pending_step_is_kept_unless_the_process_is_a_spare(start: Start, spare: bool) -> None:
-    process, launcher = start([SPARE, RANKS] if spare else [RANKS])
+@pytest.mark.parametrize(
+    ("answers", "spare"),
+    [
+        ([RANKS], False),
+        ([SPARE, RANKS], True),
+        ([SPARE, SPARE, RANKS], True),
+        ([{**RANKS, "spare": True}], True),
+    ],
+    ids=["takes part", "spare", "spare notified twice", "spare whose first answer was lost"],
+)
+def test_pending_step_is_kept_unless_the_process_is_a_spare(
+    start: Start, answers: list[dict[str, Any]], spare: bool
+) -> None:
+    process, launcher = start([*answers])
     agreement, taken = Agreement(), list[int]()
     components: Any = SimpleNamespace(agreement=agreement, exchange=None)
     assert isinstance(process.strategy, Spanning)
@@ -97,7 +108,7 @@ def test_pending_step_is_kept_unless_the_process_is_a_spare(start: Start, spare:
     _lose(agreement, lambda: taken.append(STEP + 1))
     process(Failure(TRAINING, "a rank died"), components)
     reached = [status["reachable_step"] for status in launcher.statuses]
-    assert reached == ([STEP + 1, STEP] if spare else [STEP + 1])
+    assert reached == [STEP + 1, *[STEP] * (len(answers) - 1)]
     # The other ranks have redone the step without the spare, which receives its shard from them.
     status = process.strategy.status(process.persistent, STEP)
     assert status.holds(STEP + 1) == (None if spare else 0)

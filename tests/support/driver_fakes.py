@@ -181,6 +181,11 @@ class DecidedJob:
                 hosts = {slot.rank: slot.hostname for slot in plan}
                 self.formed.append(Formed(number, ranks, hosts))
 
+    @property
+    def ranks(self) -> dict[int, int]:
+        """Process -> its rank in the newest generation."""
+        return self.formed[-1].ranks
+
     # Events.
 
     def join(self, number: int, status: ProcessStatus) -> dict[str, Any] | None:

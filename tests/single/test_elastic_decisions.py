@@ -1,0 +1,361 @@
+"""Decisions of the elastic driver in single situations, without a driver or processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hvdtrain.elastic.decisions import EndGeneration, EndProcess, decide
+from hvdtrain.elastic.status import RENDEZVOUS, STATE_TRANSFER, TRAINING, Identity, ProcessStatus
+from tests.support.driver_fakes import DecidedJob
+
+IDENTITY = Identity("cpu", "digest", 100, None)
+NEW = ProcessStatus(IDENTITY)
+TRAINED = ProcessStatus(IDENTITY, trained=True, step=5, reachable_step=5)
+TIMEOUT = 600
+SPARE = {"rank": -1, "spare": True}
+
+
+def _start(hosts: dict[str, int], min_np: int = 1, **status: Any) -> DecidedJob:
+    """A job whose processes train in their first generation, on all slots."""
+    count = sum(hosts.values())
+    job = DecidedJob(hosts, count, min_np, count + 2, TIMEOUT)
+    _join(job, *range(count), status=replace(NEW, **status))
+    assert sorted(job.ranks) == list(range(count))
+    return job
+
+
+def _join(
+    job: DecidedJob, *numbers: int, status: ProcessStatus = TRAINED, seconds: float = 0.0
+) -> dict[int, Any]:
+    """Processes request ranks; after these seconds, what each of them gets."""
+    for number in numbers:
+        job.join(number, status)
+    job.consider(seconds)
+    return {number: job.join(number, status) for number in numbers}
+
+
+def _find(job: DecidedJob, **hosts: int) -> None:
+    """Two discoveries find these hosts; a host is removed after it is missing from two."""
+    job.found = hosts
+    for _ in range(2):
+        job.discover()
+
+
+# --- lost ranks ----------------------------------------------------------------
+
+
+def test_survivors_are_notified_before_a_silent_rank_is_ended() -> None:
+    job = _start({"a": 3})
+    job.fall_silent(1)
+    actions = decide(job.state, job.now)
+    assert actions == [EndGeneration(job.state.generations - 1, (0, 2))]
+    job.state.apply(actions[0], job.now)
+    assert decide(job.state, job.now) == [EndProcess(1)]
+
+
+def test_stuck_process_is_not_signaled_and_its_slot_is_not_used() -> None:
+    job = _start({"a": 2})
+    job.stuck(1, "SIGKILL does not end it")
+    _join(job, 0, seconds=100.0)
+    assert not job.ended and len(job.state.processes) == 2 and list(job.ranks) == [0]
+    job.exit(1, 137)
+    job.consider(2.0)
+    assert len(job.state.processes) == 3
+
+
+def test_process_that_hangs_at_its_start_is_given_up_after_the_timeout() -> None:
+    job = DecidedJob({"a": 2}, 2, 1, 2, TIMEOUT)
+    job.join(0, NEW)
+    job.consider(TIMEOUT)
+    assert not job.ended
+    job.consider(0.1)
+    assert job.ended == {1}
+    assert any("it has sent no request for 600 s" in message for message in job.messages)
+
+
+def test_process_that_has_responded_is_not_given_up_at_its_start() -> None:
+    job = DecidedJob({"a": 2}, 2, 1, 2, TIMEOUT)
+    job.failed(1, "", 0)  # any request
+    job.consider(TIMEOUT + 1.0)
+    assert job.ended == {0}
+
+
+@pytest.mark.parametrize("verdict_seconds", [0.0, 2000.0])
+def test_last_resort_is_later_than_any_verdict_of_a_watchdog(verdict_seconds: float) -> None:
+    job = _start({"a": 2})
+    status = replace(TRAINED, verdict_seconds=verdict_seconds)
+    limit = max(900.0, verdict_seconds)
+    _join(job, 0, status=status)
+    job.consider(limit)
+    assert not job.ended
+    job.consider(0.1)
+    assert job.ended == {1}
+    assert any("have waited" in message and "for it" in message for message in job.messages)
+
+
+def test_excluded_process_that_does_not_end_is_signaled_once() -> None:
+    job = _start({"a": 1, "b": 1})
+    _find(job, a=1)
+    assert _join(job, 0, 1)[1] == {"rank": -1}
+    for seconds, ended in ((30.0, set()), (0.1, {1}), (100.0, {1})):
+        job.consider(seconds)
+        assert job.ended == ended
+
+
+# --- processes that leave or join --------------------------------------------------
+
+
+def test_newcomer_that_must_leave_causes_no_rendezvous() -> None:
+    job = _start({"a": 2})
+    _find(job, a=2, b=1)
+    job.consider(0.0)
+    assert job.join(2, NEW) is None
+    _find(job, a=2)
+    assert job.news(0) == {"stop": False, "hosts": False}
+    job.consider(0.0)
+    assert job.join(2, NEW) == {"rank": -1}, "it would wait for a generation that does not come"
+
+
+def test_leaving_process_does_not_delay_newcomers() -> None:
+    job = _start({"a": 1})
+    _find(job, a=1, b=1, c=1)
+    job.consider(0.0)
+    job.join(1, NEW)
+    job.consider(0.0)
+    assert not job.news(0)["hosts"], "process 2 is starting, and joins in the same generation"
+    _find(job, a=1, b=1)
+    assert job.news(0)["hosts"]
+
+
+def test_newcomers_wait_two_seconds_for_each_other() -> None:
+    job = _start({"a": 1})
+    _find(job, a=3)
+    job.consider(0.0)
+    job.join(1, NEW)
+    job.consider(2.0)
+    assert not job.news(0)["hosts"]
+    job.consider(0.1)
+    assert job.news(0)["hosts"]
+
+
+def test_unfit_newcomer_causes_no_rendezvous() -> None:
+    job = _start({"a": 1})
+    _find(job, a=1, b=1)
+    job.consider(0.0)
+    job.join(1, replace(NEW, identity=replace(IDENTITY, device="cuda")))
+    assert not job.news(0)["hosts"]
+    job.consider(0.0)
+    assert (job.join(1, NEW) or {})["reason"].startswith("on b: the device here is cuda")
+
+
+def test_notice_of_a_leaving_process_retires_its_host() -> None:
+    job = _start({"a": 1, "b": 2})
+    _find(job, a=1, b=1)  # the slot of process 2 is gone
+    job.leave(2, "notice")
+    assert "b leaves: notice" in job.messages
+    _find(job, a=1, b=2)
+    assert _join(job, 0, 1, 2) == {0: {"rank": 0, "size": 1}, 1: {"rank": -1}, 2: {"rank": -1}}
+    for number in (1, 2):
+        job.exit(number, 0)
+    job.consider(100.0)
+    assert len(job.state.processes) == 3, "a process was started on a retired host"
+
+
+def test_notice_holds_when_discovery_misses_the_host_once() -> None:
+    job = _start({"a": 1, "b": 1})
+    job.leave(1, "notice")
+    del job.found["b"]
+    job.discover()
+    job.found["b"] = 1
+    job.discover()
+    assert job.news(0)["hosts"]
+    assert _join(job, 0, 1)[1] == {"rank": -1}
+
+
+def test_notice_of_the_last_host_with_the_state_stops_the_run() -> None:
+    job = _start({"a": 2})
+    _find(job, a=2, b=1)
+    job.consider(0.0)
+    job.join(2, NEW)
+    job.leave(0, "notice")
+    assert job.news(0)["stop"], "process 2 on b has no state"
+
+
+def test_run_that_stops_does_not_wait_for_hosts() -> None:
+    job = _start({"a": 2}, min_np=2)
+    job.state.stop_requested = True
+    job.exit(1, 137)
+    _join(job, 0)
+    assert job.over and job.state.exit_code == 75
+
+
+# --- generations ---------------------------------------------------------------------
+
+
+def test_first_generation_forms_without_a_process_that_hangs() -> None:
+    job = DecidedJob({"a": 2}, 2, 1, 2, TIMEOUT)
+    job.consider(10.0)
+    assert _join(job, 0, status=NEW)[0] is None
+    job.consider(TIMEOUT - 10.1)
+    assert not job.formed, "process 1 may still come"
+    job.consider(0.2)
+    assert job.ranks == {0: 0}
+
+
+def test_spare_learns_its_role_although_an_answer_is_lost() -> None:
+    job = _start({"a": 2, "b": 2}, replica_size=2)
+    job.exit(1, 137)
+    done = replace(TRAINED, replica_size=2, failed=TRAINING)
+    for number, shard, reachable in ((0, 0, 6), (2, 0, 6), (3, 1, 6)):
+        job.join(number, replace(done, shard=shard, reachable_step=reachable))
+    job.consider(0.0)
+    assert job.ranks == {2: 0, 3: 1}
+    assert job.join(0, done) == SPARE  # this answer is lost, and the process asks again
+    assert job.join(0, replace(done, shard=0, reachable_step=6)) == SPARE
+    status = job.state.processes[0].status
+    assert status is not None and (status.reachable_step, status.failed) == (5, None)
+    # The answer is lost, and a generation is formed before the process asks again.
+    job.consider(2.0)
+    job.join(4, replace(NEW, replica_size=2))
+    later = replace(TRAINED, step=9, reachable_step=9, replica_size=2)
+    for number in (2, 3):
+        job.join(number, later)  # the answer of the last generation
+        job.join(number, replace(later, shard=number - 2))
+    job.consider(0.0)
+    assert sorted(job.ranks) == [0, 2, 3, 4]
+    assert (job.join(0, done) or {})["spare"] is True
+    assert "spare" not in (job.join(2, later) or {})
+
+
+def test_job_fails_when_ranks_are_missing_for_the_timeout() -> None:
+    job = _start({"a": 2}, min_np=2)
+    _find(job, a=1)
+    job.exit(1, 137)
+    _join(job, 0)
+    assert job.messages.count("1 rank is left and 2 are needed (--min-np): waiting for hosts") == 1
+    job.consider(TIMEOUT)
+    assert not job.over
+    job.consider(0.1)
+    assert job.over and job.state.exit_code == 1
+    assert job.messages[-1].startswith("error: fewer than 2 ranks for 600 s (--min-np, ")
+
+
+def test_wait_for_ranks_starts_again_after_each_generation() -> None:
+    job = _start({"a": 2}, min_np=2)
+    for last in (2, 3):
+        _find(job, a=1)
+        job.exit(last - 1, 137)
+        _join(job, 0)
+        _find(job, a=2)
+        job.consider(TIMEOUT - 10.0)
+        assert len(_join(job, last)) == 1 and sorted(job.ranks) == [0, last]
+        job.join(0, TRAINED)
+    assert not job.over
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_job_fails_after_more_failures_than_the_reset_limit(limit: int) -> None:
+    job = _start({"a": 4})
+    job.state.reset_limit = limit
+    for dead in range(limit):
+        job.exit(dead, 137)
+        _join(job, *range(dead + 1, 4))
+    _join(job, *range(limit, 4))
+    assert not job.over, "no rank died in the last generation"
+    job.exit(limit, 137)
+    _join(job, *range(limit + 1, 4))
+    assert job.over
+    assert job.messages[-1] == f"error: ranks failed more than {limit} times (--reset-limit)"
+
+
+@pytest.mark.parametrize("phase", [STATE_TRANSFER, RENDEZVOUS])
+def test_failed_generation_counts_for_its_newcomers(phase: str) -> None:
+    job = _start({"a": 2})
+    _find(job, a=2, b=1)
+    job.consider(0.0)
+    job.join(2, NEW)
+    for _ in range(2):
+        assert sorted(_join(job, 0, 1)) == [0, 1] and sorted(job.ranks) == [0, 1, 2]
+        job.join(2, NEW)
+        for number in (0, 1):
+            job.join(number, replace(TRAINED, failed=phase))
+        job.join(2, replace(NEW, failed=phase))
+        job.consider(0.0)
+    reason = "2 transfers of the run's state failed"
+    assert job.join(2, NEW) == {"rank": -1, "reason": reason}
+    assert any(f"({reason}); its slot is used again in 60 s" in m for m in job.messages)
+
+
+def test_death_in_a_state_transfer_does_not_count_for_newcomers() -> None:
+    job = _start({"a": 2})
+    _find(job, a=2, b=1)
+    job.consider(0.0)
+    job.join(2, NEW)
+    _join(job, 0, 1)
+    job.join(2, NEW)
+    job.exit(1, 137)
+    _join(job, 0, status=replace(TRAINED, failed=STATE_TRANSFER))
+    assert job.state.processes[2].transfers_failed == 0
+
+
+def test_failed_step_ends_the_job_at_the_fifth_failure_in_a_row() -> None:
+    job = _start({"a": 2})
+    failed = replace(TRAINED, failed=TRAINING, message="no route to host")
+    for times in range(1, 6):
+        assert not job.over, times
+        _join(job, 0, 1, status=failed)
+    assert job.over and job.messages[-1] == "error: step 6 failed 5 times: no route to host"
+
+
+def test_failed_rendezvous_does_not_end_the_job() -> None:
+    job = _start({"a": 2})
+    for _ in range(9):
+        _join(job, 0, 1, status=replace(TRAINED, failed=RENDEZVOUS))
+    assert not job.over
+
+
+# --- the end of the job ---------------------------------------------------------------
+
+
+def test_processes_that_outlive_an_agreed_end_are_killed() -> None:
+    job = _start({"a": 2})
+    job.exit(0, 3)
+    job.consider(30.0)
+    assert not job.over
+    job.consider(0.1)
+    assert job.state.killed_since is not None and not job.state.over
+    job.consider(30.0)
+    assert not job.state.over
+    job.consider(0.1)
+    assert job.state.over and job.state.exit_code == 3
+
+
+def test_agreed_end_before_the_first_generation_takes_a_second() -> None:
+    job = DecidedJob({"a": 2}, 2, 1, 2, TIMEOUT)
+    job.exit(0, 2)  # both have the same mistake in their configuration
+    job.consider(1.0)
+    assert not job.over
+    job.consider(0.1)
+    assert job.over and job.state.exit_code == 2
+
+
+def test_replaced_process_is_succeeded_although_the_others_are_gone() -> None:
+    job = _start({"a": 2})
+    job.replace(1, "it had shard 0 of the model")
+    job.exit(0, 137)
+    job.exit(1, 0)
+    job.consider(0.0)
+    assert not job.over and len(job.state.processes) == 3
+    assert job.state.processes[2].slot == 1
+
+
+def test_newcomer_with_a_final_exit_code_does_not_end_the_job() -> None:
+    job = _start({"a": 1})
+    _find(job, a=2)
+    job.consider(0.0)
+    job.exit(1, 2)
+    job.consider(31.0)
+    assert not job.over and not job.state.ending

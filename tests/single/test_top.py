@@ -175,10 +175,10 @@ def screens() -> Iterator[list[Screen]]:
 def test_screen_follows_resizes_and_ctrl_c_restores_the_terminal(
     job: tuple[Job, Path], screens: list[Screen]
 ) -> None:
-    screen = Screen((30, 130), [str(job[1]), "--interval", "0.3"])
+    screen = Screen((30, 140), [str(job[1]), "--interval", "0.3"])
     screens.append(screen)
     frame = screen.wait_for("%")
-    assert len(frame) == 30 and all(len(line) <= 130 for line in frame)
+    assert len(frame) == 30 and all(len(line) <= 140 for line in frame)
     assert any("exposed" in line and "eval" in line for line in frame)
     for size in ((10, 80), (4, 50), (50, 200)):
         begin = len(screen.frames())

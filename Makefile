@@ -1,24 +1,24 @@
 # make train   set up this machine, then train the default task on NP ranks
 # make test    set up this machine, then run every test
-# make test-fast   of these, those that start no whole runs: two to three minutes
-# make test-newest-torch   of these, those marked smoke and tests/parallel, on the newest torch
-# make soak    kills for 5 minutes, 16 ranks on two hosts for as long, long tests of tests/cluster: not part of make test
-# make chaos   faults of all kinds at random for 5 minutes: not part of make test
-# make plan-check   steps beside what `hvdtrain plan` predicts, 11 minutes alone on the machine: not part of make test
-# make exchange-check   ways to exchange gradients at several bandwidths, 50 minutes alone on the machine: not part of make test
-# make dev-bench ARGS=layouts   layouts, layout-speed, telemetry, scrape or rendezvous: what no user needs to measure
-# make recorded-runs ARGS='record FILE'   bits of over 100 tiny runs, for `compare FILE` after a change: not part of make test
-# make images  build the CPU image, train on two containers of it: not part of make test
-# make gpu-check   what this machine's GPUs do with hvdtrain, as a table: not part of make test
-# make gpu-kit     what gpu-check needs on a machine without network: build/gpu-check/kit
-# make docs    the configuration reference, from the configuration's dataclasses
-# make docs-site   the documentation as a site: build/site/index.html
-# make lint    ruff and mypy alone
+# make test-fast   tests/single without the tests that start whole runs: two to three minutes
+# make test-newest-torch   tests marked smoke, and tests/parallel, on the newest torch
+# make soak    kill ranks for 5 minutes, train on 16 ranks, run the long cluster tests: not part of make test
+# make chaos   inject random faults of all kinds for 5 minutes: not part of make test
+# make plan-check   compare step times with `hvdtrain plan`; 11 minutes on an idle machine: not part of make test
+# make exchange-check   measure exchanges at several bandwidths; 50 minutes on an idle machine: not part of make test
+# make dev-bench ARGS=layouts   developer benchmarks: layouts, layout-speed, telemetry, scrape, rendezvous
+# make recorded-runs ARGS='record FILE'   record results of over 100 tiny runs; after a change ARGS='compare FILE'
+# make images  build the CPU image and train on two containers of it: not part of make test
+# make gpu-check   check hvdtrain on this machine's GPUs and print a table: not part of make test
+# make gpu-kit     collect what gpu-check needs on a machine without network: build/gpu-check/kit
+# make docs    generate the configuration reference from the configuration's dataclasses
+# make docs-site   build the documentation site: build/site/index.html
+# make lint    run ruff and mypy
 # make clean   remove what was built here (the cached Horovod wheel stays)
 #
-# TORCH=2.14.1 (or TORCH=newest) does any of these with another torch than that of
-# .ci/constraints.txt, in an environment of its own: .venv-torch-2.14.1.
-# Each step of the set-up leaves a stamp in the environment and is not done twice.
+# TORCH=2.14.1 (or TORCH=newest) uses another torch than .ci/constraints.txt names, in a separate
+# environment (.venv-torch-2.14.1). Each set-up step leaves a stamp in the environment and is not
+# repeated.
 
 PYTHON ?= python3
 NP ?= 2
@@ -34,8 +34,8 @@ VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-torch-$(TORCH))
 BIN := $(CURDIR)/$(VENV)/bin
 STAMPS := $(VENV)/stamps
 LOGS := build/tests
-# Two tests of tests/single at a time, three of tests/cluster (see tests/conftest.py), which
-# often wait; those that are marked alone judge a time of seconds, and come after them.
+# Two tests of tests/single run at a time, and three of tests/cluster (see tests/conftest.py), which
+# often wait. Tests marked alone measure seconds; they run afterwards, one at a time.
 TWO := -n 2 --dist loadfile
 THREE := -n 3 --dist loadfile
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c $(VENV)/constraints.txt
@@ -50,13 +50,13 @@ train: $(STAMPS)/horovod-$(GPU)
 
 test: test-single test-gloo test-mpi test-cluster test-newest-torch
 
-# Without its bytecode every rank compiles hvdtrain anew (0.3 s), and every worker the tests.
+# Without cached bytecode every rank compiles hvdtrain again (0.3 s), and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests of the launchers look for `python`, `hvdtrain` and `horovodrun` on PATH.
+# Launcher tests require `python`, `hvdtrain` and `horovodrun` on PATH.
 test-fast test-single test-gloo test-mpi test-cluster test-smoke soak chaos plan-check exchange-check dev-bench recorded-runs: export PATH := $(BIN):$(PATH)
 
-# Two workers on two cores: threads of their own would wait for each other.
+# Two workers on two cores: with more threads they would compete for the cores.
 test-fast test-single: export OMP_NUM_THREADS := 1
 
 test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
@@ -81,12 +81,12 @@ test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 test-smoke: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 600 $(BIN)/python -m pytest -q --color=no $(TWO) -m smoke $$(grep -rl mark.smoke tests/single tests/cluster)
 
-# In a new environment: the one of an earlier call may have an older torch.
+# Use a new environment, because an earlier one may have an older torch.
 test-newest-torch:
 	rm -rf .venv-torch-newest
 	@$(MAKE) TORCH=newest test-smoke test-gloo test-mpi
 
-# HVDTRAIN_SOAK_SECONDS: about how long the disturbed run is.
+# HVDTRAIN_SOAK_SECONDS: approximate duration of the disturbed run.
 soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 $$((1800 + 4 * $${HVDTRAIN_SOAK_SECONDS:-300})) $(BIN)/python -m pytest -q --color=no tests/soak/test_soak.py tests/soak/test_first_kernels.py
 	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no -m soak tests/cluster
@@ -96,15 +96,15 @@ soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 chaos: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	$(BIN)/python -m pytest -q --color=no tests/soak/test_chaos.py
 
-# Root, two cores, and nothing else on the machine. ARGS='--out FILE': where all cells go as JSON.
+# Requires root, two cores and an idle machine. ARGS='--out FILE' writes all cells as JSON.
 plan-check: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 3000 $(BIN)/python -m tests.soak.plan_check $(ARGS)
 
-# As plan-check. ARGS='one-host exact': these rows alone.
+# Same requirements as plan-check. ARGS='one-host exact' measures only these rows.
 exchange-check: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 6000 $(BIN)/python -m tests.soak.exchange_check $(ARGS)
 
-# ARGS='layouts --np 4', or without ARGS what there is. make ends with 2 where an aim is missed.
+# ARGS='layouts --np 4'; without ARGS, list the benchmarks. make exits with 2 if a target is missed.
 dev-bench: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 6000 $(BIN)/python -m tests.soak.bench $(ARGS)
 
@@ -112,15 +112,15 @@ dev-bench: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 recorded-runs: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 3000 $(BIN)/python -m tests.soak.recorded_runs $(ARGS)
 
-# Root, and Debian's docker.io, docker-compose and debootstrap; no registry of images.
+# Requires root and Debian's docker.io, docker-compose and debootstrap, but no image registry.
 images: $(STAMPS)/train
 	PYTHON=$(BIN)/python timeout -k 90 5400 docker/try-images
 
-# PYTHON has torch with CUDA; ARGS='--out DIRECTORY': where the table and the log go.
+# PYTHON must have torch with CUDA. ARGS='--out DIRECTORY': destination of the table and the log.
 gpu-check:
 	$(PYTHON) -m tests.gpu.check $(ARGS)
 
-# ARGS='--python 3.12': of the machine that has the GPUs, where it is not this one's.
+# ARGS='--python 3.12': Python version of the GPU machine, if it differs from this one's.
 gpu-kit: $(STAMPS)/train
 	$(BIN)/python -m tests.gpu.kit $(ARGS)
 
@@ -154,16 +154,16 @@ $(STAMPS)/train: setup.cfg pyproject.toml $(VENV)/constraints.txt .ci/packages |
 
 $(STAMPS)/test: $(STAMPS)/train
 	@.ci/set-up build test
-	@echo "hvdtrain: installing what the tests need into $(VENV) (pip's output: build/set-up.log)"
+	@echo "hvdtrain: installing the tests' packages into $(VENV) (pip's output: build/set-up.log)"
 	@$(PIP_INSTALL) -e '.[horovod,test]'
 	@touch $@
 
 $(STAMPS)/docs: $(STAMPS)/train
-	@echo "hvdtrain: installing what the site needs into $(VENV) (pip's output: build/set-up.log)"
+	@echo "hvdtrain: installing the site's packages into $(VENV) (pip's output: build/set-up.log)"
 	@$(PIP_INSTALL) -e '.[docs]'
 	@touch $@
 
-# The wheel is cached by its name; this only reads the name where it is there.
+# The wheel is cached by name; if it exists, this step only installs it.
 $(STAMPS)/horovod-$(GPU): $(STAMPS)/train $(WHEEL_SOURCES)
 	@$(BIN)/hvdtrain horovod build --gpu $(GPU) --install
 	@rm -f $(STAMPS)/horovod-* && touch $@

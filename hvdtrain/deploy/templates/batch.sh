@@ -4,10 +4,10 @@
 # hvdtrain under {{ starter }}. From the directory in which it should train:
 #   {{ submit }}
 {% if scheduler == "none" %}
-# What follows the file's name goes to hvdtrain.train.
+# Arguments after the file name are passed to hvdtrain.train.
 {% endif %}
 
-# --- yours to edit ---------------------------------------------------------------
+# --- edit this section ---------------------------------------------------------------
 {% if scheduler == "pbs" %}
 {% set gpus = ":ngpus=%d" % job.ranks if job.gpus else "" %}
 #PBS -N {{ job.name }}
@@ -15,7 +15,7 @@
 #PBS -l place=scatter
 #PBS -l walltime={{ job.limit }}
 {{ '#' if job.queue is none }}#PBS -q {{ job.queue or 'NAME' }}
-# A node that dies: the job is started again.
+# If a node dies, the job is restarted.
 #PBS -r y
 #PBS -j oe
 {% elif scheduler == "lsf" %}
@@ -26,7 +26,7 @@
 {{ '#' if not job.gpus }}#BSUB -gpu "num={{ job.ranks }}"
 #BSUB -W {{ job.limit[:-3] }}
 {{ '#' if job.queue is none }}#BSUB -q {{ job.queue or 'NAME' }}
-# A node that dies, or exit code 75 (preempted): the job goes back into the queue.
+# If a node dies, or after exit code 75 (preempted), the job is requeued.
 #BSUB -r
 #BSUB -Q "75"
 #BSUB -o {{ job.name }}-%J.log
@@ -34,16 +34,16 @@
 HOSTS=${HOSTS:-{{ job.hosts | join(",") }}}
 {% endif %}
 
-LAUNCHER=${LAUNCHER:-mpirun}        # mpirun, or launch: mpirun that is started again when a rank
+LAUNCHER=${LAUNCHER:-mpirun}        # mpirun, or launch: mpirun that is restarted when a rank
                                     # or a host dies
 {{ ('VENV=${VENV:-' ~ job.venv ~ '}').ljust(35) }} # the environment that has hvdtrain; all hosts must see it
 {{ ('CONTAINER=${CONTAINER:-' ~ (job.image or '') ~ '}').ljust(35) }} # an Apptainer image with hvdtrain, instead of VENV
-{{ ('GRACE_SECONDS=' ~ job.grace).ljust(35) }} # a save that would take longer is not begun
+{{ ('GRACE_SECONDS=' ~ job.grace).ljust(35) }} # a save that would take longer is not started
 {% if scheduler != "none" %}
 {{ ('LIMIT_SECONDS=' ~ (job.limit_seconds // 60 * 60 if scheduler == "lsf" else job.limit_seconds)).ljust(35) }} # the time limit above
 {% endif %}
 {% if scheduler == "pbs" %}
-MAX_RESTARTS=${MAX_RESTARTS:-20}    # after that many the job ends, with exit code 75
+MAX_RESTARTS=${MAX_RESTARTS:-20}    # after this many restarts the job ends with exit code 75
 {% endif %}
 {% for module in job.modules %}
 module load {{ module }}
@@ -51,14 +51,14 @@ module load {{ module }}
 # module load openmpi
 {% endfor %}
 {% if scheduler == "lsf" %}
-# Where ssh between nodes is closed: export OMPI_MCA_plm_rsh_agent=blaunch
+# If ssh between nodes is disabled: export OMPI_MCA_plm_rsh_agent=blaunch
 {% endif %}
 # ---------------------------------------------------------------------------------
 
 set -euo pipefail
 {% if scheduler == "pbs" %}
 cd "$PBS_O_WORKDIR"
-# A job that is submitted again has another number: it is told which run is its own.
+# A job that is submitted again has another number, so it receives the ID of its run.
 run=${HVDTRAIN_RUN:-{{ job.run_id or "pbs-${PBS_JOBID%%.*}" }}}
 hosts=(--hostfile "$PBS_NODEFILE")
 {% elif scheduler == "lsf" %}
@@ -84,7 +84,7 @@ if [ -n "$CONTAINER" ]; then
 else
     python=("$(cd "$VENV" && pwd)/bin/python") # the same path on every host
 fi
-# What the ranks on other hosts get of the environment: names alone, as every user of a host can
+# Environment variables for ranks on other hosts. Only names, because every user of a host can
 # read the arguments of a process.
 exported=()
 for name in $(compgen -e); do
@@ -93,7 +93,7 @@ for name in $(compgen -e); do
     esac
 done
 case $LAUNCHER in
-# Bound to one core, a rank would share it with its Horovod.
+# Bound to one core, a rank would share it with Horovod's thread.
 {% if scheduler == "none" %}
 mpirun) start=(mpirun -np {{ job.np }} -H "$HOSTS" --bind-to none --map-by slot "${exported[@]}" "${python[@]}" -m hvdtrain.train) ;;
 launch) start=("${python[@]}" -m hvdtrain.cli launch --hosts "$HOSTS" --) ;;
@@ -107,10 +107,10 @@ launch) start=("${python[@]}" -m hvdtrain.cli launch "${hosts[@]}" --) ;;
     ;;
 esac
 {% if scheduler == "none" %}
-# kill -USR1 to it: the ranks save, exit code 75; the same command resumes.
+# After kill -USR1 to this script the ranks save and exit with 75; the same command resumes.
 exec "${start[@]}" "${arguments[@]}"
 {% else %}
-# The ranks are told to save before the time limit, by SIGUSR1: the scheduler itself would send
+# The ranks are asked to save before the time limit, by SIGUSR1: the scheduler itself would send
 # SIGTERM, after which mpirun gives them about a second.
 timeout --foreground --preserve-status --signal=USR1 $((LIMIT_SECONDS - GRACE_SECONDS)) \
     "${start[@]}" "${arguments[@]}" &

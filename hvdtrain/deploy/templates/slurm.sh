@@ -1,11 +1,11 @@
 #!/bin/bash
-# hvdtrain in a Slurm job that comes back after its time limit and after a preemption.
-# slurm/README.md says how it is used. From the repository's directory:
+# hvdtrain in a Slurm job that is requeued after its time limit and after a preemption.
+# See slurm/README.md. Submit it from the repository's directory:
 #   sbatch {{ file }} --config gpt-nano --train.steps 300
-# What follows the file's name goes to hvdtrain.train; sbatch's own options come before it
-# and win over those below.
+# Arguments after the file name are passed to hvdtrain.train; sbatch's options come before it and
+# take precedence over the options below.
 
-# --- yours to edit ---------------------------------------------------------------
+# --- edit this section ---------------------------------------------------------------
 #SBATCH --job-name={{ job.name }}
 #SBATCH --nodes={{ job.nodes }}
 #SBATCH --ntasks-per-node={{ job.ranks }}
@@ -13,19 +13,19 @@
 {{ '#' if not job.gpus }}#SBATCH --gpus-per-node={{ job.ranks }}
 {{ '#' if job.queue is none }}#SBATCH --partition={{ job.queue or 'NAME' }}
 #SBATCH --time={{ job.limit }}
-# The ranks are told to save {{ job.grace }} s before the time limit (Slurm: up to 60 s earlier); the same
-# number stands in GRACE_SECONDS below.
+# The ranks are asked to save {{ job.grace }} s before the time limit (Slurm: up to 60 s earlier); the same
+# number is in GRACE_SECONDS below.
 #SBATCH --signal=B:USR1@{{ job.grace }}
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 
-LAUNCHER=${LAUNCHER:-srun}          # srun, mpirun where Slurm has no PMIx, or launch: mpirun
-                                    # that is started again when a rank or a node dies
+LAUNCHER=${LAUNCHER:-srun}          # srun, mpirun (if Slurm has no PMIx), or launch: mpirun
+                                    # that is restarted when a rank or a node dies
 {{ ('VENV=${VENV:-' ~ job.venv ~ '}').ljust(35) }} # the environment that has hvdtrain; all nodes must see it
 {{ ('CONTAINER=${CONTAINER:-' ~ (job.image or '') ~ '}').ljust(35) }} # an Apptainer image with hvdtrain, instead of VENV
-{{ ('GRACE_SECONDS=' ~ job.grace).ljust(35) }} # a save that would take longer is not begun
-MAX_RESTARTS=${MAX_RESTARTS:-20}    # after that many the job ends, with exit code 75
+{{ ('GRACE_SECONDS=' ~ job.grace).ljust(35) }} # a save that would take longer is not started
+MAX_RESTARTS=${MAX_RESTARTS:-20}    # after this many restarts the job ends with exit code 75
 {% for module in job.modules %}
 module load {{ module }}
 {% else %}
@@ -51,13 +51,13 @@ if [ -n "$CONTAINER" ]; then
 else
     source "$VENV/bin/activate"
 fi
-# Of sbatch's options srun takes over all but this one.
+# srun inherits all of sbatch's options except this one.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
 case $LAUNCHER in
-# As mpirun does: a rank that dies ends the others, which would wait for it until the time limit.
+# As with mpirun, a rank that dies ends the other ranks, which would otherwise wait for it.
 srun) start=(srun --mpi=pmix --kill-on-bad-exit=1 "${python[@]}" -m hvdtrain.train) ;;
-# Nodes come from the allocation. Bound to one core, a rank would share it with its Horovod.
+# Nodes come from the allocation. Bound to one core, a rank would share it with Horovod's thread.
 mpirun) start=(mpirun -np "$SLURM_NTASKS" --bind-to none "${python[@]}" -m hvdtrain.train) ;;
 launch) start=("${python[@]}" -m hvdtrain.cli launch --slurm --) ;;
 *)
@@ -71,9 +71,8 @@ echo "{{ file }}: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart $restarts of
 "${start[@]}" "${arguments[@]}" &
 launcher=$!
 
-# SIGUSR1 comes to this script alone; srun and mpirun pass it on to every rank. SIGTERM means
-# that Slurm ends the job: it tells the ranks itself, and whether the job comes back (requeue)
-# or not (scancel) is decided.
+# Only this script receives SIGUSR1; srun and mpirun forward it to every rank. SIGTERM means that
+# Slurm ends the job: Slurm signals the ranks itself, and has decided whether the job is requeued.
 told='' ended=''
 trap 'interrupted=yes told=yes; kill -USR1 "$launcher" 2>/dev/null || true' USR1
 trap 'interrupted=yes ended=yes' TERM
@@ -83,7 +82,7 @@ while :; do
     [ -n "$interrupted" ] || break
 done
 
-# The ranks end with 75, but for two cases: told while they start or end, SIGUSR1 ends them; and
+# The ranks exit with 75, with two exceptions: SIGUSR1 ends ranks that are starting or ending, and
 # a preemption may reach mpirun's helpers on the other nodes before the ranks.
 preempted() {
     [ "$code" = 75 ] && return

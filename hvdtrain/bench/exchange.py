@@ -19,22 +19,11 @@ from hvdtrain.bench.processes import LIMIT_S, QUIET, finish, launch, measure, on
 from hvdtrain.bench.report import load, machine
 from hvdtrain.config import Config, parse
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.exchange.config import STRATEGIES, ExchangeConfig
 from hvdtrain.run_files.events_file import read_lines
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.text import aligned
 
-# Name -> keys of `exchange`; keys set by one strategy have their defaults in the others.
-STRATEGIES: Mapping[str, Mapping[str, Any]] = {
-    "dense": {},
-    "float16": {"wire": "float16"},
-    "bfloat16": {"wire": "bfloat16"},
-    "topk": {"compression": "topk"},
-    "powersgd": {"compression": "powersgd"},
-    "local_sgd": {"sync_every": 8},
-    "diloco": {"sync_every": 8, "outer": "nesterov", "outer_momentum": 0.5},
-    "exact": {"name": "exact"},
-}
 NO_EXCHANGE = "no exchange"
 DENSE = "dense"
 # Steps excluded from time and bytes: powersgd begins after this number of steps.

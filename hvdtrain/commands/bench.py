@@ -197,7 +197,6 @@ def _allreduce(args: argparse.Namespace) -> AllreduceReport:
 
 def _exchange(args: argparse.Namespace) -> ExchangeReport:
     from hvdtrain.bench.exchange import (
-        STRATEGIES,
         RankPlacement,
         check_steps,
         exchange,
@@ -205,6 +204,7 @@ def _exchange(args: argparse.Namespace) -> ExchangeReport:
     )
     from hvdtrain.bench.processes import choose_hosts
     from hvdtrain.config import parse
+    from hvdtrain.exchange.config import STRATEGIES
 
     check_steps(args.steps)
     strategies = parse_strategies(args.strategies or ",".join(STRATEGIES))

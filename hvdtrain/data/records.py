@@ -49,8 +49,8 @@ class Files:
         return of_files(self.paths, samples)
 
 
-class _Records:
-    """The bytes of samples that are stored one after the other in files."""
+class _Records(Dataset[dict[str, Any]]):
+    """Samples that are stored one after the other in files."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -61,9 +61,10 @@ class _Records:
         return int(self._starts[-1])
 
     def fingerprint(self) -> Fingerprint:
+        """16 hex digits that change with the files' names, numbers of samples, or content."""
         return self._files.fingerprint([len(index) - 1 for index in self._files.indexes])
 
-    def read(self, number: int) -> tuple[Path, int, bytes]:
+    def _read(self, number: int) -> tuple[Path, int, bytes]:
         """(file, offset, bytes) of a sample.
 
         Raises:
@@ -82,7 +83,7 @@ class _Records:
             raise UserError(f"{path}: {error.strerror}") from None
 
 
-class JsonLines(Dataset[dict[str, Any]]):
+class JsonLines(_Records):
     """A sample is the object on a line; empty lines are skipped.
 
     Args:
@@ -96,26 +97,19 @@ class JsonLines(Dataset[dict[str, Any]]):
     def __init__(
         self, patterns: Sequence[str], cache: str | None = None, key: str = "JsonLines"
     ) -> None:
-        self._records = _Records(Files(patterns, JSON_LINES, cache, key))
-
-    def __len__(self) -> int:
-        return len(self._records)
+        super().__init__(Files(patterns, JSON_LINES, cache, key))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        path, start, line = self._records.read(index)
+        path, start, line = self._read(index)
         return parse_line(line, path, start)
 
     def where(self, index: int) -> str:
         """Location such as "chats.jsonl: line 7", for messages; counts the preceding lines."""
-        path, start, _ = self._records.read(index)
+        path, start, _ = self._read(index)
         return f"{path}: line {_line_number(path, start)}"
 
-    def fingerprint(self) -> Fingerprint:
-        """16 hex digits that change with the files' names, numbers of lines, or content."""
-        return self._records.fingerprint()
 
-
-class TarShards(Dataset[dict[str, Any]]):
+class TarShards(_Records):
     """Samples in tar files, in WebDataset's format: consecutive members with the same name.
 
     A sample is {"__key__": "train/0001", "jpg": bytes, "cls": bytes} for train/0001.jpg and
@@ -130,13 +124,10 @@ class TarShards(Dataset[dict[str, Any]]):
     def __init__(
         self, patterns: Sequence[str], cache: str | None = None, key: str = "TarShards"
     ) -> None:
-        self._records = _Records(Files(patterns, TAR, cache, key))
-
-    def __len__(self) -> int:
-        return len(self._records)
+        super().__init__(Files(patterns, TAR, cache, key))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        path, _, content = self._records.read(index)
+        path, _, content = self._read(index)
         sample: dict[str, Any] = {"__shard__": str(path)}
         try:
             with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as members:
@@ -149,10 +140,6 @@ class TarShards(Dataset[dict[str, Any]]):
         except tarfile.TarError as error:
             raise _broken_shard(path, error) from None
         return sample
-
-    def fingerprint(self) -> Fingerprint:
-        """16 hex digits that change with the shards' names, numbers of samples, or content."""
-        return self._records.fingerprint()
 
 
 def parse_line(line: bytes, path: Path, start: int) -> dict[str, Any]:

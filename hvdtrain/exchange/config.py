@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hvdtrain.errors import require
 
@@ -77,3 +78,17 @@ class ExchangeConfig:
     @property
     def exact(self) -> bool:
         return self.name == "exact"
+
+
+# Named strategies of `hvdtrain bench` and `hvdtrain plan` -> keys of `exchange`; keys set by one
+# strategy have their defaults in the others.
+STRATEGIES: Mapping[str, Mapping[str, Any]] = {
+    "dense": {},
+    "float16": {"wire": "float16"},
+    "bfloat16": {"wire": "bfloat16"},
+    "topk": {"compression": "topk"},
+    "powersgd": {"compression": "powersgd"},
+    "local_sgd": {"sync_every": 8},
+    "diloco": {"sync_every": 8, "outer": "nesterov", "outer_momentum": 0.5},
+    "exact": {"name": "exact"},
+}

@@ -57,24 +57,18 @@ def mpirun(
     np: int,
     command: Sequence[str],
     hosts: str | None = None,
-    hostfile: str | os.PathLike[str] | None = None,
     options: Sequence[str] = (),
 ) -> list[str]:
     """Return the argv that starts `command` on `np` ranks with Open MPI's mpirun.
 
-    `hosts` is `name:slots,name:slots`, `hostfile` a file of `name slots=n` lines;
-    at most one of them may be given, else ValueError. `options` are mpirun's own.
+    `hosts` is `name:slots,name:slots` (default: this machine); `options` are mpirun's own.
     """
-    if hosts and hostfile:
-        raise ValueError("give hosts or hostfile, not both")
     argv = ["mpirun", "-np", str(np)]
     if os.geteuid() == 0:
         argv.append("--allow-run-as-root")  # Open MPI refuses root without it: containers
     if hosts:
         argv += ["-H", hosts]
-    if hostfile:
-        argv += ["--hostfile", os.fspath(hostfile)]
-    if not (hosts or hostfile):
+    else:
         # Open MPI counts cores, not hardware threads, and stops if ranks are more.
         argv.append("--oversubscribe")
     # Horovod's background thread would share the one core a rank is bound to.

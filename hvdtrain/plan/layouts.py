@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.exchange.config import STRATEGIES, ExchangeConfig
 from hvdtrain.plan.cluster import Cluster, all_gather, all_reduce, reduce_scatter
 from hvdtrain.plan.job import JobProfile
-from hvdtrain.plan.predict import COMPRESSIONS, STRATEGIES, predict
+from hvdtrain.plan.predict import COMPRESSIONS, predict
 
 _ALL_REDUCES_OF_A_BLOCK = 4  # two forward, two backward, along `tensor`
 # Full-size copies of the gradient in a compression: its sum, its residual, the received result.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -13,14 +13,6 @@ from hvdtrain.plan.job import GradientBucket, JobProfile, StrategyCost
 # --- bytes that each exchange strategy sends ---------------------------------
 
 
-# Name -> keys of `exchange`.
-STRATEGIES: Mapping[str, Mapping[str, str]] = {
-    "dense": {},
-    "float16": {"wire": "float16"},
-    "bfloat16": {"wire": "bfloat16"},
-    "topk": {"compression": "topk"},
-    "powersgd": {"compression": "powersgd"},
-}
 # These compress on one rank too, when nothing is sent.
 COMPRESSIONS = ("topk", "powersgd")
 _INDEX_BYTES = 4  # with each value of topk

@@ -25,10 +25,10 @@ from hvdtrain.bench.processes import MARK
 from hvdtrain.config import Settings, parse
 from hvdtrain.data.loader import to_device
 from hvdtrain.errors import UserError
+from hvdtrain.exchange.config import STRATEGIES
 from hvdtrain.exchange.wire import WIRES
 from hvdtrain.plan.described import Kept, forward
 from hvdtrain.plan.job import JobProfile, StrategyCost, buckets_of, require_micro_size
-from hvdtrain.plan.predict import STRATEGIES
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.init import initialize

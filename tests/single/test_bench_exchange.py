@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench.exchange import STRATEGIES, Curve, ExchangeReport, parse_strategies, read_curve
+from hvdtrain.bench.exchange import Curve, ExchangeReport, parse_strategies, read_curve
 from hvdtrain.cli import main
+from hvdtrain.exchange.config import STRATEGIES
 from hvdtrain.report.bench_plots import loss_svg
 from hvdtrain.run_files.run_directory import RunDirectory
 

@@ -27,11 +27,9 @@ def test_mpirun_allows_root_only_for_root_user(root: bool, monkeypatch: pytest.M
     assert ("--allow-run-as-root" in mpirun(2, COMMAND)) == root
 
 
-def test_mpirun_accepts_one_host_source_and_does_not_oversubscribe_it() -> None:
+def test_mpirun_oversubscribes_this_machine_but_no_listed_hosts() -> None:
     alone = mpirun(2, COMMAND)
     assert "--oversubscribe" in alone and alone[-len(COMMAND) :] == COMMAND
-    with_file = mpirun(16, COMMAND, hostfile=Path("hostfiles/two-nodes"))
-    assert "--oversubscribe" not in with_file
-    assert with_file[with_file.index("--hostfile") + 1] == "hostfiles/two-nodes"
-    with pytest.raises(ValueError, match="not both"):
-        mpirun(2, COMMAND, hosts="node1:2", hostfile="hostfiles/two-nodes")
+    listed = mpirun(16, COMMAND, hosts="node1:8,node2:8")
+    assert "--oversubscribe" not in listed
+    assert listed[listed.index("-H") + 1] == "node1:8,node2:8"

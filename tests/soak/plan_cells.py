@@ -18,7 +18,7 @@ from statistics import median
 from hvdtrain.bench.app import AppLoop
 from hvdtrain.bench.processes import MARK
 from hvdtrain.config import parse
-from hvdtrain.plan.predict import STRATEGIES
+from hvdtrain.exchange.config import STRATEGIES
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import gather_json

@@ -135,7 +135,7 @@ def _die_in_transfer(at: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return transfer(*arguments)
 
-    transfer, spanned.transfer = spanned.transfer, dying
+    transfer, spanned.transfer_shards = spanned.transfer_shards, dying
 
 
 def _die_while_sending(name_starts: str) -> None:

@@ -1,8 +1,8 @@
-"""Two ranks that exchange large tensors; rank 0 freezes rank 1 in the middle, then gives up.
+"""Two ranks that exchange large tensors; rank 0 freezes rank 1 during an exchange, then aborts.
 
     horovodrun --gloo -np 2 python -m tests.support.aborted
 
-Rank 0 prints after how many seconds its exchange failed: hvd.abort() was called after 1 s.
+Rank 0 prints the seconds after which its exchange failed; hvd.abort() was called after 1 s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-SIZE = 1 << 26  # 256 MiB: it is on the way nearly all the time
+SIZE = 1 << 26  # 256 MiB: the transfer takes nearly all the time
 
 
 def _freeze_then_abort(pid: int, frozen: list[float]) -> None:

@@ -1,4 +1,4 @@
-"""A page as headless Chromium shows it."""
+"""Pages in headless Chromium."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ WIDTH = 1120
 
 @dataclass
 class Shown:
-    """What became of a page.
+    """A loaded page.
 
     Args:
-        dom: after it was loaded
+        dom: the document after loading
         complaints: lines that the page wrote to the console
         pixels: height x width x RGB, 0 to 255
     """
@@ -39,12 +39,12 @@ class Shown:
     pixels: np.ndarray
 
     def count(self, color: str, near: int = 12) -> int:
-        """Pixels that have about this color, such as #3b82c4."""
+        """Return the number of pixels of about this color, such as #3b82c4."""
         wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)])
         return int((np.abs(self.pixels - wanted).max(axis=2) <= near).sum())
 
     def blank_stretches(self, height: int = 300) -> list[int]:
-        """Tops of the stretches of the page that hold next to no colors, up to its last ink."""
+        """Return the tops of stretches with almost no colors, above the page's last ink."""
         background = self.pixels[0, 0]
         inked = np.nonzero((self.pixels != background).any(axis=(1, 2)))[0]
         end = int(inked[-1]) if len(inked) else height
@@ -57,7 +57,7 @@ class Shown:
 
 
 def show(page: Path, directory: Path, height: int, dark: bool = False) -> Shown:
-    """Opens a page in a window of WIDTH x `height`; skips without Chromium, but not in CI."""
+    """Open a page in a window of WIDTH x `height`; skip without Chromium, except in CI."""
     picture = directory / "page.png"
     command = _command(directory, height, dark)
     ran = [
@@ -79,10 +79,10 @@ def _pixels(picture: Path) -> np.ndarray:
 
 
 class Tab:
-    """A page that stays open: the DevTools protocol over Chromium's pipe.
+    """A page that stays open, controlled by the DevTools protocol over Chromium's pipe.
 
     Attributes:
-        complaints: what the page wrote to the console, and what it could not load.
+        complaints: lines that the page wrote to the console, and resources that it could not load.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], to: int, back: int) -> None:
@@ -100,7 +100,7 @@ class Tab:
         self._call("Page.navigate", self._session, url=url)
 
     def value(self, expression: str) -> Any:
-        """Of JavaScript in the page; AssertionError where it throws."""
+        """Return the value of a JavaScript expression; AssertionError if it throws."""
         found = self._call(
             "Runtime.evaluate", self._session, expression=expression, returnByValue=True
         )
@@ -108,7 +108,7 @@ class Tab:
         return found["result"].get("value")
 
     def wait(self, expression: str, timeout: float, what: str) -> None:
-        """Until it is true; AssertionError with the page's text after so many seconds."""
+        """Wait for a true expression; AssertionError with the page's text after the timeout."""
         deadline = time.monotonic() + timeout
         while not self.value(f"Boolean({expression})"):
             text = "document.body.innerText"
@@ -116,7 +116,7 @@ class Tab:
             time.sleep(0.1)
 
     def shown(self, picture: Path) -> Shown:
-        """The whole page as it is now; a PNG of it is written."""
+        """Return the whole page in its current state, and write a PNG of it."""
         found = self._call(
             "Page.captureScreenshot", self._session, format="png", captureBeyondViewport=True
         )
@@ -153,11 +153,11 @@ class Tab:
 
 @contextmanager
 def tab(directory: Path, height: int, dark: bool = False) -> Iterator[Tab]:
-    """A window of WIDTH x `height` that stays open; skips without Chromium, but not in CI."""
+    """Open a window of WIDTH x `height` that stays open; skip without Chromium, except in CI."""
     command = [*_command(directory, height, dark), "--remote-debugging-pipe"]
     reads, to = os.pipe()
     back, writes = os.pipe()
-    # Chromium reads from descriptor 3 and writes to 4: the ends it gets must be neither before.
+    # Chromium reads from descriptor 3 and writes to 4, so this process's ends must be neither.
     given = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (reads, writes)]
     script = f"exec {shlex.join(command)} 3<&{given[0]} 4>&{given[1]}"
     with (directory / "chromium.log").open("wb") as log:
@@ -178,7 +178,7 @@ def tab(directory: Path, height: int, dark: bool = False) -> Iterator[Tab]:
 
 
 def _command(directory: Path, height: int, dark: bool) -> list[str]:
-    """Chromium's; the test is skipped without it, but fails in CI."""
+    """Return Chromium's command; skip the test without Chromium, but fail in CI."""
     chromium = shutil.which("chromium")
     if chromium is None:
         if os.environ.get("CI") == "true":

@@ -1,4 +1,4 @@
-"""Faults that are drawn at random, and the supervised job that they are done to."""
+"""Random faults, and the supervised job into which they are injected."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ HOME, GUEST = "head", "node3"
 WORKERS = ("node1", "node2")
 HOSTS = (HOME, *WORKERS, GUEST)
 SLOTS = 2
-NO_STEP_SECONDS = 90.0  # so long without a step, and the run is lost
+NO_STEP_SECONDS = 90.0  # without a step for this long, the run counts as lost
 _STEPS_AGAIN = 10
 _LEAST_RANKS = 3
 _TAIL_BYTES = 8000
 _DISK_MIB = 192
-# With a constant rate the undisturbed run needs no more steps than the disturbed one did.
+# With a constant rate the undisturbed run needs no more steps than the disturbed run.
 ALWAYS = "--schedule.name constant --train.replica_check_every 10 --runtime.threads 1"
-_HANG_SECONDS = 20  # longer than any fault keeps a rank waiting, except for the slow disk
+_HANG_SECONDS = 20  # longer than any fault delays a rank, except the slow disk
 # Reading the checkpoint's 8 MiB takes longer than `_HANG_SECONDS`.
 _SLOW_BYTES_PER_SECOND = 280_000
 _RESUME_SECONDS = 180.0
@@ -48,12 +48,12 @@ _OWN_ERROR = " ended (exit code "
 
 @dataclass(frozen=True)
 class Layout:
-    """What a chaos run trains.
+    """Layout of a chaos run.
 
     Args:
-        arguments: of this run and of the undisturbed one it is compared with.
-        spread: of this run alone: how its ranks share model or optimizer.
-        min_np: ranks without which it waits.
+        arguments: flags of this run and of the undisturbed run that it is compared with.
+        spread: flags of this run only: how its ranks share the model or the optimizer.
+        min_np: minimum number of ranks; with fewer the run waits.
         tolerance: largest relative difference of a parameter at the end; 0: bitwise identical.
     """
 
@@ -73,11 +73,11 @@ LAYOUTS = {
 
 
 class ChaosJob:
-    """`hvdtrain launch --controller gloo` with ranks on node1 and node2; node3 comes and goes.
+    """`hvdtrain launch --controller gloo` with ranks on node1 and node2; node3 joins and leaves.
 
     Args:
-        directory: for what the hosts share; the run's directory is on a disk of its own in it.
-        steps: more than it can do.
+        directory: for files that the hosts share; the run directory is on a separate disk in it.
+        steps: more steps than the run can complete.
     """
 
     def __init__(self, cluster: Cluster, directory: Path, layout: Layout, steps: int) -> None:
@@ -103,12 +103,12 @@ class ChaosJob:
         return self._jobs[-1]
 
     def start(self) -> None:
-        """Also again, with the same command, when the supervisor was killed."""
+        """Start the supervisor, also again with the same command after it was killed."""
         env = {"HVDTRAIN_TEST_CONTROL": str(self._directory), "OMP_NUM_THREADS": "1"}
         self._jobs.append(self.cluster.start(HOME, self._command, env))
 
     def list_hosts(self, *hosts: str) -> None:
-        """What the hostfile says from now on."""
+        """Set the content of the hostfile."""
         self.listed = hosts
         self.write_hostfile(*hosts)
 
@@ -118,12 +118,12 @@ class ChaosJob:
         new.rename(self.hostfile)
 
     def ranks(self, host: str | None = None) -> list[Process]:
-        """Those that train, in an order that does not depend on their age."""
+        """Return the processes that train, in an order that does not depend on their age."""
         found = [p for p in self.cluster.ranks(host) if _name(p.pid) not in (HELPER, None)]
         return sorted(found, key=lambda p: (p.host, p.pid))
 
     def holders(self) -> list[list[Process]]:
-        """The ranks that hold each shard of the model, for all shards that have several."""
+        """Return the ranks that hold each shard of the model, for shards with several holders."""
         by_shard: dict[str, list[Process]] = {}
         for process in self.ranks():
             file = self._directory / f"shard-{_number(process)}"
@@ -132,37 +132,37 @@ class ChaosJob:
         return [by_shard[shard] for shard in sorted(by_shard) if len(by_shard[shard]) > 1]
 
     def helpers(self) -> list[Process]:
-        """Forked children of ranks, and those that outlived theirs."""
+        """Return the forked children of ranks, including children that outlived their ranks."""
         return [p for p in self.cluster.ranks() if _name(p.pid) == HELPER]
 
     def ask_for_helper(self, rank: Process) -> None:
-        """Returns when the rank has forked a process."""
+        """Return when the rank has forked a process."""
         wish = self._directory / f"fork-{_number(rank)}"
         wish.touch()
-        # It may be one that is only starting, which takes its time on a busy machine.
+        # The process may be starting, which takes a while on a busy machine.
         poll(lambda: not wish.exists(), 90, "the helper process")
 
     def lines(self) -> list[dict[str, Any]]:
-        """metrics.jsonl so far; a line that is being written is left out."""
+        """Return the lines of metrics.jsonl so far, without an incomplete line."""
         path = self.run / "metrics.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.split("\n")[:-1]]
 
     def starts(self) -> list[dict[str, Any]]:
-        """The rounds so far, as events.jsonl has them."""
+        """Return the start events in events.jsonl so far."""
         path = self.run / "events.jsonl"
         lines = read_lines(path) if path.exists() else []
         return [line for line in lines if line["event"] == "start"]
 
     def launches(self) -> int:
-        """How often a launcher was started."""
+        """Return how often a launcher was started."""
         return self.output().count("hvdtrain launch: starting ")
 
     def wait_for_steps(self, since: float) -> None:
-        """Waits until steps are made again, and on enough ranks; `since`: unix.
+        """Wait until steps are completed again, on enough ranks, after the unix time `since`.
 
         Raises:
-            AssertionError: the job ended, or `NO_STEP_SECONDS` passed without a step, or without
+            AssertionError: the job ended, or `NO_STEP_SECONDS` passed without a step or without
                 enough ranks.
         """
         newest, no_step = since, time.monotonic()
@@ -189,11 +189,12 @@ class ChaosJob:
         return next(p for p in self.cluster.processes(HOME) if is_launcher(p.command))
 
     def end(self) -> float:
-        """Asks it to stop; all must end with 75, the ranks by themselves. Returns the seconds."""
+        """Request a stop; all processes must exit with 75, the ranks on their own. Return the
+        seconds."""
         began, numbers = time.monotonic(), {_number(rank) for rank in self.ranks()}
         os.kill(self.supervisor().pid, signal.SIGTERM)
         done = self.job.wait(_END_SECONDS)
-        # The last launcher says it at its end, also of those that ended long before.
+        # The last launcher prints this at its end, also for ranks that ended long before.
         codes = dict(re.findall(r"^Process (\d+) exit with status code (\d+)", done.stdout, re.M))
         wrong = {n: code for n in sorted(numbers) if (code := codes.get(n)) != str(EXIT_PREEMPTED)}
         assert done.returncode == EXIT_PREEMPTED, done
@@ -201,15 +202,15 @@ class ChaosJob:
         return time.monotonic() - began
 
     def errors(self) -> list[str]:
-        """The lines about ranks that ended with an error of their own."""
+        """Return the lines about ranks that ended with their own error."""
         return [line for line in self.output().splitlines() if _OWN_ERROR in line]
 
     def output(self) -> str:
-        """All that was written to the screen."""
+        """Return everything that was written to the screen."""
         return "".join(job.output() for job in self._jobs)
 
     def log(self) -> str:
-        """The end of it, without the lines of steps."""
+        """Return the end of the output, without the lines of steps."""
         lines = self.job.output().splitlines(keepends=True)
         return "".join(line for line in lines if " samples/s " not in line)[-_TAIL_BYTES:]
 
@@ -226,7 +227,7 @@ def _name(pid: int) -> str | None:
 
 
 def _number(process: Process) -> str:
-    """As its launcher counts; "" once it has ended."""
+    """Return the launcher's number of a process; "" once it has ended."""
     try:
         return psutil.Process(process.pid).environ().get("HOROVOD_RANK", "")
     except psutil.Error:
@@ -242,15 +243,15 @@ def _named(process: Process) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """What can be done to a job.
+    """A fault that can be injected into a job.
 
     Args:
-        inject: does it, chooses by the given generator, returns to whom it was done; after it
-            has returned nothing keeps the job from its work.
-        restarts: the supervisor has to start the ranks again. After all others the ranks that
-            are left continue.
+        inject: injects it, choosing with the given generator; returns its victims. Afterwards
+            nothing prevents the job from continuing.
+        restarts: the supervisor has to restart the ranks. After all other faults the remaining
+            ranks continue.
         harmless: no rank may be lost.
-        errors: ranks may end with an error of their own.
+        errors: ranks may end with their own error.
         guest: node3 must take part (True), or must not (False).
     """
 
@@ -279,7 +280,7 @@ def _kill_in_a_rendezvous(job: ChaosJob, choice: random.Random) -> str:
 
 
 def _kill_two_holders(job: ChaosJob, choice: random.Random) -> str:
-    """Of the same shard; of a whole model each rank holds the same."""
+    """Kill two holders of the same shard; every rank holds a whole model."""
     poll(lambda: bool(job.holders()), NO_STEP_SECONDS, "two ranks that hold the same shard")
     return _kill_in_turn(job, choice, choice.sample(choice.choice(job.holders()), 2))
 
@@ -298,7 +299,7 @@ def _stop(job: ChaosJob, choice: random.Random) -> str:
 
 
 def _kill_a_watchdog(job: ChaosJob, choice: random.Random) -> str:
-    """Then another rank: the one without a watchdog must get through the next rendezvous."""
+    """Then kill another rank: the rank without a watchdog must survive the next rendezvous."""
     alone, victim = choice.sample(job.ranks(), 2)
     watchdogs = psutil.Process(alone.pid).children()
     for process in watchdogs:
@@ -325,7 +326,7 @@ def _cut(job: ChaosJob, host: str, seconds: float) -> str:
 
 
 def _drop_datagrams(job: ChaosJob, choice: random.Random) -> str:
-    """No heartbeat arrives, from any rank; connections are as they were."""
+    """Drop all heartbeats of all ranks; connections stay intact."""
     seconds = choice.uniform(2, 8)
     hosts = [host for host in HOSTS if job.cluster.is_up(host)]
     for host in hosts:
@@ -337,7 +338,7 @@ def _drop_datagrams(job: ChaosJob, choice: random.Random) -> str:
 
 
 def _lose_the_host_list(job: ChaosJob, choice: random.Random) -> str:
-    """The hostfile lacks a host, is empty, or is not there: discovery fails then."""
+    """Remove a host from the hostfile, empty it, or delete it, so that discovery fails."""
     kind, seconds = choice.choice(["lacks a host", "empty", "not there"]), choice.uniform(2, 12)
     if kind == "lacks a host":
         missing = _host_with_ranks(job, choice)
@@ -352,7 +353,7 @@ def _lose_the_host_list(job: ChaosJob, choice: random.Random) -> str:
 
 
 def _lose_host_names(job: ChaosJob, choice: random.Random) -> str:
-    """The name of one host, or of all that have ranks: these "do not answer" then."""
+    """Make the name of one host, or of all hosts with ranks, unresolvable: they do not respond."""
     lost = choice.choice([[_host_with_ranks(job, choice)], [*WORKERS, GUEST]])
     seconds = choice.uniform(6, 12)
     job.cluster.resolve([host for host in HOSTS if host not in lost])
@@ -414,7 +415,7 @@ def _kill_the_launcher(job: ChaosJob, choice: random.Random) -> str:
 
 
 def _restart_on_a_slow_disk(job: ChaosJob, choice: random.Random) -> str:
-    """Reading the checkpoint takes longer than a rank may make no progress."""
+    """Restart with a disk on which reading the checkpoint exceeds the hang timeout."""
     starts, began = len(job.starts()), time.monotonic()
 
     def resumed() -> bool:
@@ -459,7 +460,7 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Draw:
-    """A fault of the sequence: `pause` seconds after the last one, its victims by `choice`."""
+    """A fault of the sequence, `pause` seconds after the last one; `choice` selects its victims."""
 
     pause: float
     name: str
@@ -467,10 +468,10 @@ class Draw:
 
 
 def sequence(seed: int, names: Sequence[str]) -> Iterator[Draw]:
-    """Faults without end: the same for the same seed, however long each takes to recover.
+    """Yield faults without end, identical for one seed, however long each recovery takes.
 
-    None comes twice before all have come once, and so on. Whom they hit is the same only as far
-    as the same ranks are there.
+    No fault occurs twice before all have occurred once, and so on. The victims are identical only
+    as far as the same ranks exist.
     """
     choice, guest, drawn = random.Random(seed), False, Counter[str]()
     while True:
@@ -488,11 +489,11 @@ def sequence(seed: int, names: Sequence[str]) -> Iterator[Draw]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a fault cost.
+    """Cost of a fault.
 
     Args:
-        seconds: from the fault to the end of the next step, or the longest pause between two
-            steps until training was steady again, if that was longer.
+        seconds: from the fault to the end of the next step, or the longest pause between two steps
+            until training was steady again, if that was longer.
         before: ranks of the last step before it.
         after: ranks of the first step after that pause.
     """
@@ -504,9 +505,9 @@ class Outcome:
 
 
 def difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """The largest difference of two elements, relative to the largest element of their tensor.
+    """Return the largest difference of two elements, relative to their tensor's largest element.
 
-    0 only if all bits are equal.
+    It is 0 only if all tensors are bitwise identical.
 
     Raises:
         AssertionError: the names or shapes of the tensors differ.
@@ -524,7 +525,7 @@ def difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> flo
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One line a fault: how often, what it cost, and ranks before > after (how often)."""
+    """Format one line per fault: its number, its cost, and ranks before > after with counts."""
     lines = [f"{'fault':38} {'count':>5} {'median s':>9} {'longest s':>9}  ranks"]
     for name in FAULTS:
         same = [outcome for outcome in outcomes if outcome.name == name]

@@ -1,11 +1,11 @@
-"""Several hosts on this machine, for tests that drive the real launchers between them.
+"""Several hosts on this machine, for tests that run the real launchers between them.
 
-A host is a set of Linux namespaces (network, mount, process, name, IPC) with its own
-name, address, sshd, /tmp, /run and /dev/shm; a "switch" is one more network namespace
-with the bridge that joins them. Nothing is written to the machine's /etc, ~/.ssh or
-network: files are covered by mounts that only the host sees. All of it is held up by
-processes alone, so the kernel removes it when they end, and they end with this process,
-however that ends. Only a directory in /var/tmp can stay behind; the next start removes it.
+A host is a set of Linux namespaces (network, mount, process, name, IPC) with its own name, address,
+sshd, /tmp, /run and /dev/shm. A "switch" is one more network namespace with the bridge that
+connects the hosts. Nothing is written to the machine's /etc, ~/.ssh or network: files are covered
+by mounts that only the host sees. Only processes keep all of this alive, so the kernel removes it
+when they end, and they end with this process, however it ends. Only a directory in /var/tmp can be
+left; the next start removes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support import warm
 from tests.support.job import Finished, Job, poll
 from tests.support.namespaces import ENVIRONMENT, NAMESPACES, check, pid_namespace
 
-# Not /tmp: every host has one of its own, and this directory is seen by all of them.
+# Not /tmp, which each host has for itself; all hosts see this directory.
 PARENT = Path("/var/tmp")
 PREFIX = "hvdtrain-cluster-"
 
@@ -64,16 +64,16 @@ Host {names}
 class ClusterDirectory:
     """A new directory with everything that `host.sh` needs.
 
-    A lock that the kernel drops with its owner tells a living cluster's directory from
-    one left behind; making a directory first removes the latter.
+    A lock that the kernel releases with its owner distinguishes the directory of a live cluster
+    from a leftover. Leftovers are removed before a directory is created.
 
     Attributes:
-        path: the directory; each host has a directory in it under its name.
-        shared: a directory in it for the files of tests.
+        path: the directory; it contains a directory for each host, with the host's name.
+        shared: a directory in it for the tests' files.
     """
 
     def __init__(self, hosts: Mapping[str, str], environment: Mapping[str, str]) -> None:
-        """`hosts`: name -> IPv4 address. `environment`: its PATH is that of ssh sessions."""
+        """Create it for `hosts` (name -> IPv4 address); ssh sessions get PATH of `environment`."""
         with _directories_lock():
             remove_leftovers()
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PARENT))
@@ -83,7 +83,7 @@ class ClusterDirectory:
         self.write_names(hosts)
         ssh_config = SSH_CONFIG.format(names=" ".join(hosts), directory=self.path)
         (self.path / "ssh_config").write_text(ssh_config)
-        # Without PAM sshd refuses an account whose password is locked, as root's often is.
+        # Without PAM sshd rejects an account whose password is locked, as root's often is.
         (self.path / "shadow").write_text("root:*:19000:0:99999:7:::\n")
         (self.path / "empty").touch()
         _make_key(self.path / "key", environment)
@@ -95,10 +95,11 @@ class ClusterDirectory:
             (own / "sshd_config").write_text(config)
 
     def write_names(self, hosts: Mapping[str, str]) -> None:
-        """The names that hosts can look up: name -> IPv4 address."""
+        """Write the names that hosts can resolve (name -> IPv4 address)."""
         names = "".join(f"{address} {name}\n" for name, address in hosts.items())
         text = f"127.0.0.1 localhost\n{names}".encode()
-        # In place, as hosts have mounted this very file; in one write, as they read it meanwhile.
+        # In place, because hosts have mounted this file; in one write, because they read it
+        # meanwhile.
         descriptor = os.open(self.path / "hosts", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             size = os.fstat(descriptor).st_size
@@ -107,7 +108,7 @@ class ClusterDirectory:
             os.close(descriptor)
 
     def remove(self) -> None:
-        """Removes it; may be called twice."""
+        """Remove the directory; may be called twice."""
         if self._lock is not None:
             shutil.rmtree(self.path)
             os.close(self._lock)
@@ -115,7 +116,7 @@ class ClusterDirectory:
 
 
 def remove_leftovers() -> None:
-    """Removes the directories of clusters whose process was killed; its hosts died with it."""
+    """Remove the directories of clusters whose process was killed; their hosts ended with it."""
     for directory in PARENT.glob(f"{PREFIX}*"):
         lock = _try_lock(directory)
         if lock is not None:
@@ -125,7 +126,7 @@ def remove_leftovers() -> None:
 
 @contextlib.contextmanager
 def _directories_lock() -> Iterator[None]:
-    """Keeps another cluster's start from taking a directory made here for a leftover."""
+    """Prevent another cluster's start from removing a directory that is being created."""
     descriptor = os.open(PARENT, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -135,7 +136,7 @@ def _directories_lock() -> Iterator[None]:
 
 
 def _try_lock(directory: Path) -> int | None:
-    """A descriptor that holds the directory's lock; None where a living process holds it."""
+    """Return a descriptor that holds the directory's lock; None if a live process holds it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,7 +170,7 @@ _WARM = Path("/run/warm")  # of each host
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a host; `pid` is this machine's number for it, not the host's own."""
+    """A process on a host; `pid` is this machine's number for it, not the host's."""
 
     pid: int
     host: str
@@ -177,15 +178,15 @@ class Process:
 
 
 class Cluster:
-    """Hosts with the given names, up inside the `with` block.
+    """Hosts with the given names, running inside the `with` block.
 
     Attributes:
-        shared: a directory that all hosts and this process see under the same path. They
-            also share the repository and the virtual environment, but not /tmp.
-        python: on every host a `python` whose ranks start at once, see warm.py.
+        shared: a directory that all hosts and this process see at the same path. They also share
+            the repository and the virtual environment, but not /tmp.
+        python: on every host, a `python` whose ranks start immediately, see warm.py.
 
     Raises:
-        RuntimeError: a host did not come up; the message holds its log.
+        RuntimeError: a host did not start; the message contains its log.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -213,7 +214,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Ends every process of the cluster and removes its directory; may be called twice."""
+        """End every process of the cluster and remove its directory; may be called twice."""
         atexit.unregister(self.close)
         for name in list(self._inits):
             self.kill_host(name)
@@ -231,8 +232,8 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         cwd: Path = REPOSITORY,
     ) -> Job:
-        """Starts a command on a host; `env` is added to ENVIRONMENT."""
-        # setsid: seen from inside, the number of a session led from outside would be 0.
+        """Start a command on a host; `env` is added to ENVIRONMENT."""
+        # setsid: inside the namespace, a session led from outside would have the number 0.
         prefix = [*self._enter(host), "setsid", "--wait", "env", f"--chdir={cwd}"]
         output = self._directory.path / f"job{len(self._jobs)}"
         job = Job(prefix, argv, ENVIRONMENT | dict(env or {}), output)
@@ -257,50 +258,50 @@ class Cluster:
         cwd: Path = REPOSITORY,
         timeout: float = 60,
     ) -> Finished:
-        """`start` and `Job.wait`: an AssertionError where it takes more than `timeout` s."""
+        """Call `start` and `Job.wait`; AssertionError if it takes more than `timeout` seconds."""
         return self.start(host, argv, env, cwd).wait(timeout)
 
     def processes(self, host: str | None = None, containing: str = "") -> list[Process]:
-        """The live processes of one host, the oldest first, or of all; zombies are not counted.
+        """Return the live processes of one host, or of all hosts, oldest first, without zombies.
 
         Args:
-            containing: only those with this text in their command line.
+            containing: only processes with this text in their command line.
         """
         found = [p for name in ([host] if host else self.names) for p in self._processes(name)]
         return [process for process in found if containing in process.command]
 
     def ranks(self, host: str | None = None) -> list[Process]:
-        """The processes that train; launchers, shells and ssh only name it as an argument."""
+        """Return the processes that train, without launchers and shells, which only name it."""
         return [p for p in self.processes(host) if re.match(RANK, p.command)]
 
     def kill(self, processes: Iterable[Process]) -> None:
-        """Ends processes with SIGKILL; one that is gone already is no error."""
+        """Kill processes with SIGKILL; it is not an error if one has already ended."""
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
 
     def file(self, host: str, path: str) -> Path:
-        """Where this process finds a file that only the host sees, such as one in /tmp."""
+        """Return this process's path of a file that only the host sees, such as one in /tmp."""
         return Path(f"/proc/{self._inits[host].pid}/root") / path.lstrip("/")
 
     def link(self, host: str, up: bool) -> None:
-        """Cuts a host off, or joins it again: packets vanish, nothing is refused."""
+        """Cut a host's link, or restore it: packets are lost, and nothing is refused."""
         self._switch("ip", "link", "set", self._port(host), "up" if up else "down")
 
     def path_mtu(self, host: str, size: int) -> None:
-        """The largest packet that reaches a host: larger ones vanish, and nobody is told."""
+        """Set the largest packet that reaches a host: larger ones are lost without notification."""
         self._switch("ip", "link", "set", self._port(host), "mtu", str(size))
 
     def datagrams(self, host: str, leave: bool) -> None:
-        """Keeps a host from sending UDP to others, as a firewall would, or lets it again."""
+        """Block UDP from a host to other hosts, as a firewall would, or allow it again."""
         self._firewall(host, leave, "ipproto", "udp")
 
     def connections(self, host: str, to: str, port: int, leave: bool) -> None:
-        """Keeps a host from a TCP port of another, as a firewall would, or lets it again."""
+        """Block a host's connections to a TCP port of another host, or allow them again."""
         self._firewall(host, leave, "to", self._address(to), "ipproto", "tcp", "dport", str(port))
 
     def resolve(self, names: Iterable[str]) -> None:
-        """The names of hosts that all hosts can look up from now on; at first those of all."""
+        """Set the hosts whose names all hosts can resolve; initially all of them."""
         self._directory.write_names({name: self._address(name) for name in names})
 
     def _address(self, host: str) -> str:
@@ -311,11 +312,11 @@ class Cluster:
         check(["nsenter", "--target", str(self._inits[host].pid), "--net", "ip", *rule])
 
     def cable(self, ends: Mapping[str, str], subnet: str) -> None:
-        """Joins two hosts directly; deleting one end removes both.
+        """Connect two hosts directly; deleting one end removes both.
 
         Args:
-            ends: host -> the name of its interface.
-            subnet: such as "10.209.0"; addresses are those of `SUBNET` otherwise.
+            ends: host -> name of its interface.
+            subnet: such as "10.209.0"; addresses are otherwise the same as in `SUBNET`.
         """
         own, peer = ((name, str(self._inits[host].pid)) for host, name in ends.items())
         names = ["name", own[0], "netns", own[1], "type", "veth"]
@@ -326,7 +327,7 @@ class Cluster:
             target = ["nsenter", "--target", str(self._inits[host].pid), "--net", "ip"]
             check([*target, "addr", "add", address, "dev", name])
             check([*target, "link", "set", name, "up"])
-        # Each has a carrier once both are up; the kernel tells it up to a second later.
+        # Each interface has a carrier once both are up; the kernel reports it up to a second later.
         for host, name in ends.items():
             poll(partial(self._has_carrier, host, name), 10, f"the carrier of {name}")
 
@@ -334,9 +335,9 @@ class Cluster:
         return "state UP" in self.run(host, ["ip", "link", "show", "dev", interface]).stdout
 
     def kill_host(self, host: str) -> None:
-        """Ends all processes of a host at once, as a power cut would; `boot` brings it back."""
+        """End all processes of a host at once, like a power failure; `boot` starts it again."""
         init = self._inits.pop(host)
-        # The cable first: ending processes say goodbye on their connections, a power cut not.
+        # Cut the link first: ending processes close their connections, a power failure does not.
         with contextlib.suppress(RuntimeError):
             self._switch("ip", "link", "delete", self._port(host))
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -347,7 +348,7 @@ class Cluster:
         return host in self._inits
 
     def boot(self, host: str) -> None:
-        """Starts a host and waits until it answers ssh."""
+        """Start a host and wait until it responds to ssh."""
         log = self._directory.path / host / "log"
         visible = [str(REPOSITORY), sys.prefix, sys.base_prefix]
         script = [str(Path(__file__).with_name("host.sh")), host, str(self._directory.path)]
@@ -363,7 +364,7 @@ class Cluster:
             raise RuntimeError(f"{host} did not come up: {error}\n{log.read_text()}") from error
 
     def _warm_up(self, host: str) -> None:
-        """Its parent of ranks ends with it, or with this process."""
+        """Start the parent of its ranks, which ends with the host or with this process."""
         sockets = self.file(host, str(_WARM))
         sockets.mkdir()
         prefix = [*self._enter(host), "env", f"--chdir={REPOSITORY}"]
@@ -371,7 +372,7 @@ class Cluster:
 
     def _start_switch(self) -> None:
         self._bridge = self._hold(["unshare", "--net", "sleep", "infinity"], Path(os.devnull))
-        # Until unshare has acted, its network namespace is still that of this machine.
+        # Until unshare has run, the process is still in this machine's network namespace.
         ours = os.readlink("/proc/self/ns/net")
         theirs = f"/proc/{self._bridge.pid}/ns/net"
         poll(lambda: os.readlink(theirs) != ours, 10, "the switch's namespace")
@@ -382,7 +383,7 @@ class Cluster:
         port, pid = self._port(host), str(self._inits[host].pid)
         number = self.names.index(host) + 1
         address = f"{SUBNET}.{number}/24"
-        # A fixed hardware address: after a reboot the others still know the old one.
+        # A fixed hardware address: after a reboot the other hosts still know the old one.
         peer = ["peer", "name", "eth0", "address", f"02:00:00:00:00:{number:02x}", "netns", pid]
         self._switch("ip", "link", "add", "name", port, "type", "veth", *peer)
         self._switch("ip", "link", "set", port, "master", "br0", "up")
@@ -397,7 +398,7 @@ class Cluster:
         if namespace is None:
             return []
         found = []
-        # Tests ask this over and over: of other processes nothing more is read.
+        # Tests call this often, so nothing else is read of other processes.
         for pid in filter(lambda pid: pid_namespace(pid) == namespace, psutil.pids()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
@@ -413,11 +414,11 @@ class Cluster:
         check(["nsenter", "--target", str(self._bridge.pid), "--net", *command])
 
     def _port(self, host: str) -> str:
-        # By number: a link's name has at most 15 characters, a host's may have more.
+        # By number, because a link's name has at most 15 characters and a host's may have more.
         return f"port{self.names.index(host) + 1}"
 
     def _hold(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-        """Starts a process that is killed when this one ends, even by SIGKILL."""
+        """Start a process that is killed when this process ends, even by SIGKILL."""
         with log.open("wb") as output:
             holder = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *command],

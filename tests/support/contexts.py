@@ -1,4 +1,4 @@
-"""A process among ranks, as the engine's parts want to know it."""
+"""Contexts of ranks for tests of the engine's parts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ CPU = torch.device("cpu")
 
 
 def replicated(topology: Topology) -> RankContext:
-    """Each rank holds the whole model, on its CPU; time counts from now on."""
+    """Return a context in which each rank holds the whole model on its CPU; time starts now."""
     timer = PhaseTimer(time.perf_counter())
     return RankContext(Mesh.replicated(topology), CPU, Heartbeat(), timer, PeakMemory(CPU, timer))

@@ -1,4 +1,4 @@
-"""A task whose exchange has state of each rank's own, as one that compresses would."""
+"""A task whose exchange keeps state of its own on each rank, like a compressing exchange."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.tasks import Slow
 
 
 class Counter:
-    """How many steps a rank has done; inherited by addition."""
+    """Number of steps of a rank; inherited by addition."""
 
     name = "counter"
     scope: Scope = "local"
@@ -34,7 +34,7 @@ class Counter:
 
 
 class Counting(DenseExchange):
-    """Counts its steps."""
+    """Exchange that counts its steps."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -49,7 +49,7 @@ class Counting(DenseExchange):
 
 
 class Counted(Slow):
-    """Slow, with an exchange that has state: none of ours has any yet."""
+    """Slow, with an exchange that has local state."""
 
     def __init__(self) -> None:
         hvdtrain.exchange.build.DenseExchange = Counting  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The committed dashboard and rules, as tests look at them."""
+"""The committed dashboard and rules, for tests."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def dashboard() -> dict[str, Any]:
 
 
 def panels() -> list[dict[str, Any]]:
-    """Those that show something: no rows."""
+    """Return the panels, without rows."""
     return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
 
 
 def queries(run: str, interval: str) -> list[tuple[str, str]]:
-    """(title of the panel, PromQL) of each query, its variables filled in as Grafana would.
+    """Return (panel title, PromQL) of each query, with variables replaced as Grafana would.
 
     Args:
-        interval: for $__rate_interval.
+        interval: value of $__rate_interval.
     """
     values = {"$run": run, "$rank": ".*", "$__rate_interval": interval}
     found = []
@@ -40,6 +40,6 @@ def queries(run: str, interval: str) -> list[tuple[str, str]]:
 
 
 def rules(name: str) -> list[dict[str, Any]]:
-    """The rules of rules/NAME.yml."""
+    """Return the rules of rules/NAME.yml."""
     groups = yaml.safe_load((PROMETHEUS / f"rules/{name}.yml").read_text())["groups"]
     return [rule for group in groups for rule in group["rules"]]

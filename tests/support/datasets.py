@@ -1,4 +1,4 @@
-"""Small datasets that a model can learn: tables, and directories of pictures by class."""
+"""Small datasets that a model can learn: tables, and directories of images by class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv, parquet
 
-# Keys that go with `sales`.
+# Configuration keys for `sales`.
 KEYS = [
     *("--task", "tabular", "--tabular.label", "sold", "--tabular.ignore", "price"),
     *("--tabular.split_by", "day", "--tabular.width", "16", "--tabular.layers", "1"),
@@ -19,9 +19,10 @@ KEYS = [
 
 
 def sales(rows: int = 600) -> pa.Table:
-    """Cheap and blue things are sold; cells are missing, labels too, and some shops are rare.
+    """Return a table in which cheap and blue articles are sold; some cells, labels and shops are
+    rare or missing.
 
-    The last days have a shop that there was not before.
+    The last days have a shop that does not occur before.
     """
     draw = np.random.default_rng(0)
     price = draw.gamma(2.0, 10.0, rows)
@@ -47,7 +48,7 @@ def sales(rows: int = 600) -> pa.Table:
 
 
 def write(table: pa.Table, path: Path, rows: int = 100) -> Path:
-    """As CSV or Parquet, by the suffix; a row group has so many rows."""
+    """Write a table as CSV or Parquet, by suffix, with `rows` rows per row group."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".csv":
         csv.write_csv(table, path)
@@ -60,10 +61,10 @@ CLASSES = ("blue", "green", "red")
 
 
 def draw(root: Path, each: int, size: int = 40, classes: tuple[str, ...] = CLASSES) -> Path:
-    """Noise in which one color is brighter: that of the class.
+    """Draw images of noise in which the color of the class is brighter.
 
     Args:
-        each: pictures of a class.
+        each: number of images per class.
         size: side in pixels.
 
     Returns:
@@ -83,7 +84,7 @@ def draw(root: Path, each: int, size: int = 40, classes: tuple[str, ...] = CLASS
 
 
 def cut_off(file: Path) -> Path:
-    """Leaves half of a file; returns it."""
+    """Truncate a file to its first half; return it."""
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
     return file

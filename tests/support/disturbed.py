@@ -1,6 +1,6 @@
-"""Tasks that injure, slow down or hold one rank of a run, for tests of what happens then.
+"""Tasks that disturb, slow down or block one rank of a run.
 
-Processes are numbered as their launcher started them.
+Processes are numbered in the order in which their launcher started them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ BAD_SAMPLE = 77
 
 
 def _trouble() -> str:
-    """HVDTRAIN_TEST_TROUBLE=3:device,4:data: what is wrong with this process; "*" is any."""
+    """Return the trouble of this process: HVDTRAIN_TEST_TROUBLE=3:device,4:data; "*" means any
+    process."""
     own = psutil.Process().environ()  # as it was at the start
     entries = os.environ.get("HVDTRAIN_TEST_TROUBLE", "").split(",")
     troubles = dict(entry.split(":") for entry in entries if entry)
@@ -45,13 +46,16 @@ def _trouble() -> str:
 
 
 class Troubled(Paced):
-    """Paced.
+    """Paced, with one of these troubles.
 
-    sample: one sample of the data raises, on whatever rank it falls.
-    data: one sample less than the others have.
-    device: the process has another device than the others. No test machine has two kinds, so
-        it is set in place of what `choose_device` finds.
-    transfer: the state of the others does not get through to it: its exchange fails.
+    sample: one sample of the data raises, on whichever rank it is read.
+
+    data: one sample fewer than on the other ranks.
+
+    device: another device than the other processes. No test machine has two kinds, so the result of
+    `choose_device` is replaced.
+
+    transfer: it does not receive the other ranks' state, because its exchange fails.
     """
 
     def __init__(self) -> None:
@@ -88,9 +92,9 @@ _LONGEST_SECONDS = 60.0
 class Held(Paced):
     """Paced; the process that was started as number 0 waits once.
 
-    HVDTRAIN_TEST_HOLD=place:PATH: at `place` it makes the file PATH, and continues when the file
-    is gone. Places: step (its first micro-batch), evaluation (its first one), save (its first
-    checkpoint: model.safetensors is written, optimizer.safetensors not yet on the disk).
+    HVDTRAIN_TEST_HOLD=place:PATH: at `place` it creates the file PATH, and continues when the file
+    is removed. Places: step (its first micro-batch), evaluation (its first one), save (its first
+    checkpoint: model.safetensors is written, optimizer.safetensors is not yet on disk).
     """
 
     def __init__(self) -> None:
@@ -156,9 +160,9 @@ class OnSlowDisk(Regression):
 
 
 class Lagging(Paced):
-    """Paced, so a busy machine disturbs it little; one rank's data are slow while a file is there.
+    """Paced, so that a busy machine disturbs it little; one rank loads slowly while a file exists.
 
-    HVDTRAIN_TEST_LAG=rank:seconds:PATH: rank `rank` takes so long for each sample.
+    HVDTRAIN_TEST_LAG=rank:seconds:PATH: seconds per sample on this rank.
     """
 
     def datasets(self) -> Datasets:
@@ -174,7 +178,7 @@ def _lagging(found: Datasets) -> Datasets:
 
 
 class SlowToCompute(LanguageModel):
-    """The language model; one rank takes longer for each micro-batch, before its model is called.
+    """The language model; one rank takes longer for each micro-batch, before it calls its model.
 
     HVDTRAIN_TEST_SLOW=rank:seconds
     """
@@ -202,10 +206,11 @@ class _SlowToLoad(Dataset[Any]):
 
 
 class Controlled(Lagging):
-    """Lagging; HVDTRAIN_TEST_CONTROL names a directory. As long as there is a file in it called
+    """Lagging; controlled by files in the directory HVDTRAIN_TEST_CONTROL.
 
-    nan: the loss of rank 1 is NaN
-    quick: a micro-batch takes no time
+    nan: while it exists, the loss of rank 1 is NaN.
+
+    quick: while it exists, a micro-batch takes no time.
     """
 
     def __init__(self) -> None:
@@ -222,9 +227,9 @@ class Controlled(Lagging):
 
 
 class NoLocks(Paced):
-    """Paced, on a file system without flock: a Lustre that is mounted without it says ENOSYS.
+    """Paced, on a file system without flock: Lustre mounted without it returns ENOSYS.
 
-    A real one cannot be had where tests run, so the call itself fails.
+    Such a file system is not available for tests, so the call itself fails.
     """
 
     def __init__(self) -> None:
@@ -237,10 +242,10 @@ class NoLocks(Paced):
 
 
 class LendsLock(Paced):
-    """Paced; process 0 hands the lock of its run to the listener at HVDTRAIN_TEST_LOCKS.
+    """Paced; process 0 passes the lock of its run to the listener at HVDTRAIN_TEST_LOCKS.
 
-    So it outlives the process: a descriptor that is passed on shares the lock. A helper process
-    that held it would be ended with its rank.
+    The lock then outlives the process, because a passed descriptor shares it. A helper process that
+    held it would be ended with its rank.
     """
 
     def __init__(self) -> None:
@@ -258,7 +263,7 @@ class LendsLock(Paced):
 
 
 def _locks() -> list[int]:
-    """Descriptors of files named .lock that this process has open."""
+    """Return this process's open descriptors of files named .lock."""
     found = []
     for file in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
@@ -268,10 +273,11 @@ def _locks() -> list[int]:
 
 
 class BorrowedLocks:
-    """Keeps each lock that a LendsLock hands to `address`, until `close`.
+    """Keep each lock that a LendsLock passes to `address`, until `close`.
 
     Args:
-        directory: that all hosts see, with a short path, as it becomes that of a socket.
+        directory: a directory that all hosts see, with a short path, because it becomes part of a
+            socket's path.
     """
 
     def __init__(self, directory: Path) -> None:

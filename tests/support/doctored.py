@@ -1,7 +1,7 @@
-"""A part of the doctor's examination: `python -m tests.support.doctored STAGES HOSTS ROOT [FLAGS]`
+"""Part of the doctor's examination: `python -m tests.support.doctored STAGES HOSTS ROOT [FLAGS]`
 
-STAGES are names of examine.STAGES with commas, or "none": then hosts are only asked what they are.
-Prints what `hvdtrain doctor --format json` does.
+STAGES are names of examine.STAGES separated by commas, or "none" to query only the hosts' facts.
+The output is the same as for `hvdtrain doctor --format json`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Examined:
         cwd: Path = REPOSITORY,
         prefix: Sequence[str] = (),
     ) -> Findings:
-        """What it finds with these stages.
+        """Return the findings of these stages.
 
         Args:
-            prefix: a command that starts it in another way.
+            prefix: a command that starts the doctor in another way.
         """
         module = [*prefix, "python", "-m", "tests.support.doctored", ",".join(stages) or "none"]
         variables = {"PYTHONPATH": str(REPOSITORY), **(env or {})}
@@ -53,14 +53,14 @@ class Examined:
         return list(json.loads(done.stdout)["findings"])
 
     def on(self, host: str, *commands: str) -> None:
-        """Runs commands of a shell on a host; they must succeed."""
+        """Run shell commands on a host; they must succeed."""
         for command in commands:
             done = self.cluster.run(host, ["bash", "-c", command], cwd=Path("/"))
             assert done.returncode == 0, done
 
 
 def named(findings: Findings, check: str, where: str) -> dict[str, Any]:
-    """The one finding of a check at a place."""
+    """Return the only finding of a check at a place."""
     found = [one for one in findings if (one["check"], one["where"]) == (check, where)]
     assert len(found) == 1, findings
     return found[0]
@@ -86,17 +86,17 @@ BASHRC = "printf '%s\\n' '{line}' > /tmp/bashrc; mount --bind /tmp/bashrc ~/.bas
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of node2, as a host.
+    """A fault of node2 as a host.
 
     Args:
-        check: which has to name it.
-        make: makes it; {root} is run.root.
-        says: what the finding says.
-        undo: leaves the host as it was.
-        mend: OWN: the command that the finding names is run, before `undo`.
-        on: the host on which all of this is done.
-        where: of the finding.
-        severity: of the finding.
+        check: check that must report it.
+        make: commands that create it; {root} is run.root.
+        says: text of the finding.
+        undo: commands that restore the host.
+        mend: OWN: the command that the finding names is run before `undo`.
+        on: host on which the commands run.
+        where: location of the finding.
+        severity: severity of the finding.
     """
 
     check: str
@@ -110,7 +110,7 @@ class Fault:
     hosts: str = BOTH
 
 
-# Of what a host tells about itself.
+# Faults in a host's facts.
 OF_A_HOST = {
     "own name": Fault(
         "own name", NAMES.format(name="node2"), "cannot resolve its own name",
@@ -195,7 +195,7 @@ OF_A_HOST = {
     ),
 }  # fmt: skip
 
-# Which of them are made at once: those of one file or directory are in different ones.
+# Faults that are created together; faults of one file or directory are in different groups.
 TOGETHER = (
     ("own name", "small /dev/shm", "few open files", "full disk", "a locale that is not there"),
     ("the name of another", "nearly full disk", "another Python in front on PATH", "no mpirun"),
@@ -205,7 +205,7 @@ TOGETHER = (
 )
 assert sorted(name for names in TOGETHER for name in names) == sorted(OF_A_HOST)
 
-# Of the way to a host: what ssh says, and what is missing there.
+# Faults on the way to a host: ssh errors, and missing files.
 OF_A_LOGIN = {
     "an unknown name": Fault(
         "name", NAMES.format(name="node2"), "this host cannot resolve its name",

@@ -1,4 +1,4 @@
-"""The elastic driver's decisions alone, and the driver among fakes of what surrounds it."""
+"""The elastic driver's decisions without a driver, and a driver with fakes of its environment."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_LOOKS = 100  # until nothing is due
 
 
 class Rendezvous:
-    """In place of the launcher's HTTP server: no process connects.
+    """Replacement of the launcher's HTTP server: no process connects.
 
     Attributes:
         generations: number of each generation that was set up; -1: the rendezvous was cleared.
@@ -58,7 +58,7 @@ class Rendezvous:
 
 
 class _Heartbeats:
-    """In place of HeartbeatReceiver: nothing is sent or received."""
+    """Replacement of HeartbeatReceiver: nothing is sent or received."""
 
     def __init__(self, port: int, secret: bytes) -> None:
         self.detector = SimpleNamespace(longest=0.0, phi=0.0)

@@ -23,19 +23,19 @@ _GLOO = {
     "HOROVOD_HOSTNAME": "localhost",
     "HOROVOD_LOG_LEVEL": "fatal",
 }
-_MOST = 20_000  # tensors that wait
+_MOST = 20_000  # number of waiting tensors
 
 
 def kill_one(seconds: float, patience: float, process_sets: bool) -> list[str]:
-    """Kills the last of the ranks while all of them enqueue.
+    """Kill the last of the ranks while all of them enqueue.
 
     Args:
         seconds: between the first all-reduce and the kill.
-        patience: in which each of the others has to come out of it.
+        patience: time limit for each of the other ranks to get an error.
         process_sets: each pair of ranks reduces among itself.
 
     Returns:
-        The name of the error that each of the others got; "waits" where it got none.
+        The name of the error of each other rank; "waits" if it got none.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.enqueuing"])

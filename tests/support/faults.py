@@ -1,4 +1,4 @@
-"""Breaks a running job on a cluster, by name: the injector behind the table of faults."""
+"""Injection of faults into a running job on a cluster."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from hvdtrain.run_files.events_file import read_lines
 from tests.support.cluster import REPOSITORY, Cluster, Process
 from tests.support.job import Finished, Job
 
-# Linear regression whose micro-batches take a while: a tenth of a second a step on 4 ranks.
+# Linear regression with slow micro-batches: 0.1 s/step on 4 ranks.
 PACED = (
     "--task tests.support.tasks:Paced --batch.global_size 8 --batch.micro_size 2 --eval.every 50"
     " --optim.name adamw --checkpoint.every 100 --telemetry.port 0"
 )
 START_SECONDS = 90
-# Of the bounds of waits, which end what would never come: other clusters may run beside.
+# Factor of the timeouts, because other clusters may run at the same time.
 _PATIENCE = 2.5
 
 
 class TrainingJob:
-    """A job of `PACED` on the hosts of a cluster, its launcher on node1.
+    """A job of `PACED` on the hosts of a cluster, with its launcher on node1.
 
     Args:
-        launcher: the argv before that of a rank.
-        directory: where its run lies.
-        arguments: beside `PACED`; the later of two values counts.
-        python: of a rank; default: `cluster.python`.
+        launcher: the argv before the rank's argv.
+        directory: parent of its run directory.
+        arguments: in addition to `PACED`; the later of two values counts.
+        python: Python of a rank; default: `cluster.python`.
 
     Attributes:
-        run: the directory of the run, as this process sees it.
+        run: the run directory, as this process sees it.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class TrainingJob:
         self.job: Job = cluster.start("node1", [*launcher, python or cluster.python, *train], env)
 
     def lines(self) -> list[dict[str, Any]]:
-        """metrics.jsonl so far; a line that is being written is left out."""
+        """Return the lines of metrics.jsonl so far, without an incomplete line."""
         return [json.loads(line) for line in self._text().split("\n")[:-1]]
 
     def last(self) -> dict[str, Any]:
-        """The last line; {} where there is none."""
+        """Return the last line; {} if there is none."""
         whole = self._text().rpartition("\n")[0]
         return json.loads(whole.rpartition("\n")[2]) if whole else {}
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The lines of events.jsonl of one kind."""
+        """Return the events of one kind."""
         return [line for line in read_lines(self.run / "events.jsonl") if line["event"] == name]
 
     def _text(self) -> str:
@@ -79,7 +79,7 @@ class TrainingJob:
         return path.read_text() if path.exists() else ""
 
     def wait_until(self, condition: Callable[[], bool], seconds: float, name: str) -> None:
-        """Waits until it holds; the job must not end before."""
+        """Wait until the condition holds; the job must not end before."""
         deadline = time.monotonic() + _PATIENCE * seconds
         while not condition():
             assert self.job.running(), f"ended before {name}: {self.job.wait(5)}"
@@ -89,7 +89,7 @@ class TrainingJob:
             time.sleep(0.05)
 
     def wait_for(self, what: Callable[[dict[str, Any]], bool], seconds: float, name: str) -> None:
-        """Waits until the last line of metrics.jsonl is so."""
+        """Wait until the last line of metrics.jsonl satisfies the condition."""
         self.wait_until(lambda: bool(line := self.last()) and what(line), seconds, name)
 
     def wait_for_step(self, step: int, seconds: float = START_SECONDS) -> None:
@@ -99,7 +99,8 @@ class TrainingJob:
         self.wait_for(lambda line: line["world_size"] == size, seconds, f"world of {size} ranks")
 
     def wait_for_start(self, after: float, seconds: float) -> dict[str, Any]:
-        """Waits for the first step of a round that began after `after` (unix); its event."""
+        """Wait for the first step of a generation that began after `after` (unix); return its
+        event."""
 
         def newest() -> dict[str, Any]:
             return self.events("start")[-1]
@@ -118,24 +119,24 @@ class TrainingJob:
         return next(p for p in self.cluster.processes("node1") if is_launcher(p.command))
 
     def send(self, number: signal.Signals) -> None:
-        """To the launcher."""
+        """Send a signal to the launcher."""
         os.kill(self.launcher().pid, number)
 
     def ended(self, code: int, seconds: float = 120) -> Finished:
-        """Waits for the end, which must be with this code; the run must pass the audit."""
+        """Wait for the end, with this exit code; the run must pass the audit."""
         done = self.job.wait(seconds)
         assert done.returncode == code, done
         assert_clean(self.run)
         return done
 
     def end(self) -> Finished:
-        """Asks the launcher to stop; the job must end with 75 and a checkpoint."""
+        """Ask the launcher to stop; the job must end with 75 and a checkpoint."""
         self.send(signal.SIGUSR1)
         return self.ended(EXIT_PREEMPTED)
 
 
 class MpiJob(TrainingJob):
-    """Ranks by mpirun, as many on each host."""
+    """A job under mpirun, with the same number of ranks on each host."""
 
     def __init__(
         self,
@@ -152,13 +153,13 @@ class MpiJob(TrainingJob):
 
 
 class ElasticJob(TrainingJob):
-    """An elastic job of horovodrun, and what can be done to it.
+    """An elastic job under horovodrun, and the faults that can be injected.
 
     Args:
-        directory: where its run and its list of hosts lie.
+        directory: parent of its run directory and its list of hosts.
         hosts: "node1:2 node2:2"; written to the file that the discovery script prints.
         discovery: the script; default: prints that file.
-        options: more of horovodrun.
+        options: more options of horovodrun.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class ElasticJob(TrainingJob):
         super().__init__(cluster, launcher, directory, arguments, env, python)
 
     def process(self, number: int) -> Process:
-        """The living process that was started as this number: rank `number` at first."""
+        """Return the live process that was started as this number: rank `number` at first."""
         for process in self.cluster.ranks():
             try:
                 own = psutil.Process(process.pid).environ().get("HOROVOD_RANK")
@@ -193,7 +194,7 @@ class ElasticJob(TrainingJob):
         raise LookupError(f"process {number} is not there")
 
     def numbers(self, host: str | None = None) -> list[int]:
-        """Of the processes that are there, on a host or on all, in the order of their ranks."""
+        """Return the numbers of the live processes, on a host or on all hosts, in rank order."""
         found = []
         for process in self.cluster.ranks(host):
             with contextlib.suppress(psutil.Error):
@@ -201,27 +202,27 @@ class ElasticJob(TrainingJob):
         return sorted(int(number) for number in found if number)
 
     def kill(self, *numbers: int) -> None:
-        """SIGKILL to the processes that the launcher started as these numbers, at once."""
+        """Send SIGKILL to the processes that the launcher started as these numbers, at once."""
         self.cluster.kill([self.process(number) for number in numbers])
 
     def stop(self, number: int) -> None:
-        """SIGSTOP for ever."""
+        """Stop a process permanently with SIGSTOP."""
         os.kill(self.process(number).pid, signal.SIGSTOP)
 
     def stop_watchdog(self, number: int) -> None:
-        """SIGSTOP for ever to the watchdog of a process, which itself is well."""
+        """Stop the watchdog of a process permanently; the process itself is not affected."""
         for child in psutil.Process(self.process(number).pid).children():
             if "hvdtrain.elastic.watchdog" in child.cmdline():
                 child.suspend()
 
     def kill_processes_of(self, host: str) -> None:
-        """All that the job has on a host: ranks, watchdogs, guards, ssh sessions."""
+        """Kill all processes of the job on a host: ranks, watchdogs, guards, ssh sessions."""
         names = ("-m hvdtrain", "rank_guard.py")
         found = self.cluster.processes(host)
         self.cluster.kill(p for p in found if any(name in p.command for name in names))
 
     def set_hosts(self, hosts: str) -> None:
-        """What discovery finds from now on."""
+        """Set the hosts that discovery finds."""
         new = self._hosts.with_suffix(".new")
         new.write_text("".join(f"{host}\n" for host in hosts.split()))
         new.rename(self._hosts)
@@ -233,7 +234,7 @@ def is_launcher(command: str) -> bool:
 
 
 def pause(lines: Sequence[Mapping[str, Any]], since: float) -> float:
-    """The longest time between two steps that ended after `since` (unix), in seconds."""
+    """Return the longest time in seconds between two steps that ended after `since` (unix)."""
     times = [line["time"] for line in lines]
     pairs = itertools.pairwise(times)
     return max(later - max(earlier, since) for earlier, later in pairs if later > since)
@@ -242,21 +243,21 @@ def pause(lines: Sequence[Mapping[str, Any]], since: float) -> float:
 def assert_same_curve(
     lines: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Every step once, and the losses of an undisturbed run to 1e-4.
+    """Check that every step was done once, with the losses of an undisturbed run to 1e-4.
 
-    Validation losses too: they follow from BatchNorm's running statistics.
+    Includes validation losses, which depend on BatchNorm's running statistics.
     """
     steps = [line["step"] for line in lines]
     assert steps == list(range(1, len(steps) + 1)), "a gap or a double line"
     for line, expected in zip(lines, reference, strict=False):
-        # A step in which the run was asked to stop is not evaluated.
+        # The step in which the run was asked to stop is not evaluated.
         for name in {"loss", "validation_loss"} & expected.keys() & line.keys():
             wanted = expected[name]
             assert abs(line[name] - wanted) <= 1e-4 * abs(wanted) + 1e-9, (line, expected)
 
 
 def assert_clean(run: Path) -> str:
-    """`hvdtrain audit` has nothing to say against the run; returns what it says."""
+    """Check that `hvdtrain audit` reports no problem; return its output."""
     command = [sys.executable, "-m", "hvdtrain.cli", "audit", str(run)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"

@@ -1,4 +1,4 @@
-"""A job of two ranks in which rank 1 takes no part in an all-reduce, for the stall check."""
+"""A job of two ranks in which rank 1 does not take part in an all-reduce, for the stall check."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ _WIDTH = 16
 
 
 class Helped(Paced):
-    """Paced, with a large frozen tensor; a rank forks a helper process when a file asks for it.
+    """Paced, with a large frozen tensor; a rank forks a helper process when a file requests it.
 
-    HVDTRAIN_TEST_CONTROL: a directory; process N (as its launcher counts) forks when there is a
-    file fork-N, which it removes. The helper holds all that the rank had open, as a worker of
-    multiprocessing does, sleeps, and outlives the rank. The file shard-N has the number of the
-    model's shard that the process holds.
+    HVDTRAIN_TEST_CONTROL: a directory; process N (launcher's number) forks when the file fork-N
+    exists, and removes it. The helper holds everything that the rank had open, as a multiprocessing
+    worker does, sleeps, and outlives the rank. The file shard-N contains the number of the model's
+    shard that the process holds.
 
-    `datasets` forks a child as well: a daemon process of multiprocessing, or a Pool's worker. It
+    `datasets` also forks a child: a daemon process of multiprocessing, or a Pool's worker. It
     sleeps forever, so it is left over unless it ends with its rank.
     """
 
@@ -64,7 +64,7 @@ class Helped(Paced):
         return super().loss(model, batch)
 
     def shard(self, model: nn.Module) -> int:
-        """The number of the model's shard that this process holds; 0 if it holds all of it."""
+        """Return the number of this process's shard of the model; 0 if it holds the whole model."""
         return 0
 
     def _fork(self) -> None:

@@ -1,4 +1,4 @@
-"""The files of a run that never was: starts, steps and kills on a clock of its own."""
+"""Files of a simulated run: starts, steps and kills on a simulated clock."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ STEP, EVALUATION, SAVING, STARTING, WARMING, RECOVERING = 1.0, 0.5, 0.25, 4.0, 2
 
 
 class History:
-    """Writes a run directory with the classes that write a real one.
+    """Write a run directory with the classes that write a real one.
 
     Args:
         directory: RUN.
-        log_every, eval_every, save_every: steps; 0 = never (of the last two).
-        sync_every: steps that ranks take on their own; 0 = none.
+        log_every, eval_every, save_every: steps; the last two may be 0 = never.
+        sync_every: local steps between synchronizations; 0 = none.
 
     Attributes:
-        off: seconds by which the clock of the host that writes differs; may change at any time.
+        off: offset in seconds of the writing host's clock; may change at any time.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class History:
         self.lowest = 0  # step from which this generation continues
         self.generation = -1
         self.running = False
-        self.spent: Counter[str] = Counter()  # seconds, as the audit has to find them
+        self.spent: Counter[str] = Counter()  # seconds that the audit must find
         self.saved: list[int] = []
         directory.mkdir(parents=True)
         (directory / "manifest.json").write_text('{"starts": []}')
         self.events = EventsFile(directory / "events.jsonl")
-        self._lines: dict[int, float] = {}  # step -> seconds, of the lines that count
+        self._lines: dict[int, float] = {}  # step -> seconds of the lines that count
         self._last = self._sign = self.clock
 
     def launch(self, ranks: int) -> None:
-        """From the newest checkpoint, or from the beginning."""
+        """Start from the newest checkpoint, or from the beginning."""
         part = "start" if self.generation < 0 else "restart"
         if self.generation >= 0:
             self._pass("down", 30.0)
@@ -66,9 +66,9 @@ class History:
         self._pass(part, WARMING)
 
     def recover(self, ranks: int, cause: str = "failure", back: int = 0) -> None:
-        """In memory; `back` is 1 where the rank that was most advanced is gone.
+        """Recover in memory; `back` is 1 if the most advanced rank is lost.
 
-        With `sync_every`: as many steps as the ranks took on their own.
+        With `sync_every`: the number of local steps of the ranks.
         """
         self._pass("recovery", RECOVERING)
         self.step -= back
@@ -82,7 +82,7 @@ class History:
             self._save(due=bool(self.save_every) and self.step % self.save_every == 0)
 
     def crash(self, torn: bool = False) -> None:
-        """A kill in the middle of a step, and perhaps of a line."""
+        """Kill the run in the middle of a step, and perhaps of a line."""
         self.running = False
         if torn:
             for name in ("events.jsonl", "metrics.jsonl"):

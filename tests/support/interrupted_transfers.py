@@ -1,4 +1,4 @@
-"""Tasks for the handing over of a run's state to a process that joins."""
+"""Tasks for transfers of a run's state to a process that joins."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.support.tasks import Paced
 
 
 class DyingSource(Paced):
-    """Paced; process 0 (as its launcher counts) is killed in the middle of the first transfer.
+    """Paced; process 0 (launcher's number) is killed in the middle of the first transfer.
 
-    The other processes have its model by then, and nothing of its optimizer.
+    By then the other processes have its model, but nothing of its optimizer.
     """
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class DyingSource(Paced):
 
 
 class LostAhead(Paced):
-    """Paced; a rank dies in an exchange that only one other rank completes, and then that one.
+    """Paced; a rank dies in an exchange that only one other rank completes, which then dies too.
 
-    HVDTRAIN_TEST_STEP=7, with 3 processes (as their launcher counts): the exchange of step 7 ends
-    on process 0 alone, process 1 fails in it and process 2 is killed in it. Process 0 is killed
+    HVDTRAIN_TEST_STEP=7, with 3 processes (launcher's numbers): only process 0 completes the
+    exchange of step 7, process 1 fails in it and process 2 is killed in it. Process 0 is killed
     while it sends the state of step 7.
     """
 
@@ -54,7 +54,7 @@ class LostAhead(Paced):
                 sums, calls = receive(vector), calls + 1
                 if calls == int(os.environ["HVDTRAIN_TEST_STEP"]):
                     if number == "2":
-                        time.sleep(0.3)  # the others have it, or have failed
+                        time.sleep(0.3)  # the other ranks have it, or have failed
                         os.kill(os.getpid(), signal.SIGKILL)
                     raise RankLostError("the exchange did not reach this rank")
                 return sums
@@ -63,7 +63,7 @@ class LostAhead(Paced):
 
 
 class LateFigures(Paced):
-    """Paced; process 0 (as its launcher counts) is late to tell the others its figures."""
+    """Paced; process 0 (launcher's number) is late to send its metrics to the other ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class LateFigures(Paced):
 
 
 class LargeState(Paced):
-    """Paced, with one tensor of HVDTRAIN_TEST_MEGABYTES (million bytes) that is not trained."""
+    """Paced, with one untrained tensor of HVDTRAIN_TEST_MEGABYTES (million bytes)."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -88,10 +88,10 @@ class LargeState(Paced):
 
 
 class DyingInStep(Paced):
-    """Paced; processes are killed where the ranks of a sharded optimizer agree on a step.
+    """Paced; processes are killed when the ranks of a sharded optimizer agree on a step.
 
-    HVDTRAIN_TEST_DIE=3:before:10,2:after:20: process 3 (as its launcher counts) before its 10th
-    agreement, process 2 after its 20th, when the others have stepped.
+    HVDTRAIN_TEST_DIE=3:before:10,2:after:20: process 3 (launcher's number) before its 10th
+    agreement, process 2 after its 20th, when the other ranks have stepped.
     """
 
     def __init__(self) -> None:
@@ -100,10 +100,10 @@ class DyingInStep(Paced):
 
 
 class DyingReplica(LanguageModel):
-    """A language model; as DyingInStep, where ranks that hold parts of a model agree on a step.
+    """A language model; like DyingInStep, when ranks that hold shards of a model agree on a step.
 
-    3:stuck:10: process 3 waits for ever there. 1:late:10: process 1 is not notified that all ranks
-    agree. 0:transfer:1: process 0 is killed in the first transfer of shards.
+    3:stuck:10: process 3 hangs there. 1:late:10: process 1 is not notified that all ranks agree.
+    0:transfer:1: process 0 is killed in the first transfer of shards.
     """
 
     def __init__(self, config: LanguageModelConfig) -> None:
@@ -131,7 +131,7 @@ def _die_in_transfer(at: int) -> None:
         nonlocal calls
         calls += 1
         if calls == at:
-            time.sleep(0.5)  # the others are in it
+            time.sleep(0.5)  # the other ranks are in it
             os.kill(os.getpid(), signal.SIGKILL)
         return transfer(*arguments)
 
@@ -164,7 +164,7 @@ def _die(place: str, at: int) -> None:
         if calls == at and place == "late":
             raise RankLostError("the agreement did not reach this rank")
         if calls == at:
-            time.sleep(0.5)  # the others hear it, step, and wait for this one's part
+            time.sleep(0.5)  # the others receive it, step, and wait for this rank's shard
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 

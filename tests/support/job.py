@@ -1,4 +1,4 @@
-"""A command in the background, with its output in files and every wait bounded."""
+"""A command in the background, with its output in files and a timeout for every wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 
 @dataclass(frozen=True)
 class Finished:
-    """How a command ended; `seconds` is wall time, a negative `returncode` a signal."""
+    """End of a command; `seconds` is wall time, a negative `returncode` a signal."""
 
     argv: list[str]
     returncode: int
@@ -33,14 +33,14 @@ class Finished:
 class Job:
     """A running command.
 
-    Output goes to files, not pipes: a grandchild that outlives the command would keep
-    a pipe open and its reader waiting, and tests read the output while it is written.
+    Output goes to files, not pipes: a grandchild that outlives the command would keep a pipe open,
+    and tests read the output while it is written.
     """
 
     def __init__(
         self, prefix: Sequence[str], argv: Sequence[str], env: Mapping[str, str], output: Path
     ) -> None:
-        """Starts `prefix` + `argv`; only `argv` is reported. `output`: where the files go."""
+        """Start `prefix` + `argv`; only `argv` is reported. `output`: path of the files."""
         self.argv = list(argv)
         self._stdout = output.with_suffix(".stdout")
         self._stderr = output.with_suffix(".stderr")
@@ -60,18 +60,18 @@ class Job:
         return self._process.pid
 
     def output(self) -> str:
-        """All that was written so far, standard output first."""
+        """Return all output so far, standard output first."""
         return _read(self._stdout) + _read(self._stderr)
 
     def running(self) -> bool:
         return self._process.poll() is None
 
     def wait(self, timeout: float) -> Finished:
-        """Waits for the end.
+        """Wait for the end.
 
         Raises:
-            AssertionError: it still runs after `timeout` seconds; it is killed, and the
-                message holds its output.
+            AssertionError: it still runs after `timeout` seconds; it is killed, and the message
+                contains its output.
         """
         try:
             returncode = self._process.wait(timeout)
@@ -81,10 +81,11 @@ class Job:
         return self._finished(returncode)
 
     def wait_for(self, text: str, timeout: float) -> float:
-        """Waits until `text` is in the output; returns the `time.monotonic()` it was seen at.
+        """Wait until the output contains `text`; return the `time.monotonic()` at which it was
+        seen.
 
         Raises:
-            AssertionError: the command ended or `timeout` seconds passed without it.
+            AssertionError: the command ended, or `timeout` seconds passed without it.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -96,15 +97,17 @@ class Job:
             time.sleep(0.05)
 
     def send(self, number: signal.Signals) -> None:
-        """To the command alone; where it was started on another host, to what starts it there."""
+        """Send a signal to the command only; if it runs on another host, to the process that
+        started it."""
         self._process.send_signal(number)
 
     def resume(self) -> None:
-        """After the command was stopped and continued: nsenter stops with it, but stays so."""
+        """Resume nsenter after the command was stopped and continued: it stops too, but stays
+        stopped."""
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kills the command and all of its descendants on its own host."""
+        """Kill the command and all of its descendants on its own host."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self._process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -120,7 +123,7 @@ class Job:
 
 
 def poll(condition: Callable[[], bool], timeout: float, what: str) -> None:
-    """Waits until the condition holds; AssertionError after `timeout` seconds."""
+    """Wait until the condition holds; AssertionError after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What `hvdtrain deploy kubernetes` writes, built by kubectl and checked against schemas."""
+"""Output of `hvdtrain deploy kubernetes`, built by kubectl and checked against schemas."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.support.job import Job
 from tests.support.runs import REPOSITORY
 
 Object = dict[str, Any]
-# Schemas of our own: that of the MPI operator has 670 kB, most of it Kubernetes' own pods.
+# Own schemas, because the MPI operator's has 670 kB, most of it Kubernetes' pods.
 _OWN_SCHEMAS = REPOSITORY / "tests/data/kubernetes"
 _FIRST_WITH_TODAYS_KEYS = (1, 21)
 
 
 def build(directory: Path) -> list[Object]:
-    """The objects of a kustomization, as `kubectl apply -k` sends them."""
+    """Return the objects of a kustomization, as `kubectl apply -k` sends them."""
     command = ["kubectl", "kustomize", str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -37,7 +37,7 @@ def build(directory: Path) -> list[Object]:
 
 
 def readable_by_this_kubectl(directory: Path) -> None:
-    """Debian 12 has kubectl 1.20, whose Kustomize has older names for some keys: renames them."""
+    """Rename keys for kubectl 1.20 of Debian 12, whose Kustomize has older names for some."""
     if _kubectl_version() >= _FIRST_WITH_TODAYS_KEYS:
         return
     for path in directory.rglob("kustomization.yaml"):
@@ -62,7 +62,7 @@ def _kubectl_version() -> tuple[int, int]:
 
 
 def problems(found: Object) -> Iterator[str]:
-    """What Kubernetes, or the operator whose object it is, would not take; unknown keys too."""
+    """Return the errors of Kubernetes' schemas or the operator's, including unknown keys."""
     name = f"{found['kind']} {found['metadata']['name']}"
     own = _OWN_SCHEMAS / f"{found['kind'].lower()}.yaml"
     if own.exists():
@@ -86,14 +86,14 @@ def _problems_of_core(name: str, found: Object) -> Iterator[str]:
 
 
 def templates(found: Object) -> list[Object]:
-    """The pods that an object makes."""
+    """Return the pod templates of an object."""
     if found["kind"] == "MPIJob":
         return [part["template"] for part in found["spec"]["mpiReplicaSpecs"].values()]
     return [found["spec"]["template"]] if found["kind"] == "Job" else []
 
 
-# What a container of the image sees, by mounts of its own: /etc with the configuration of a node,
-# the Secret's files, a user (here another name for root), and programs under their paths there.
+# Mounts that give a host the files of a container: /etc with a node's configuration, the Secret's
+# files, a user (here another name for root), and programs at their paths in the image.
 IMAGE = """\
 set -eu
 cp -a /etc /tmp/etc && mount --bind /tmp/etc /etc
@@ -112,13 +112,13 @@ install {docker}/start /usr/local/bin/training-node
 
 
 class Pods:
-    """What the controller of Jobs does, by hand.
+    """Manual replacement of the Job controller.
 
     Args:
-        cluster: with a host for each index, named as its pod is.
+        cluster: with a host for each index, named like its pod.
         job: the Job.
         service: its headless Service.
-        env: of the containers, beside their own.
+        env: environment of the containers, in addition to their own.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Pods:
         return f"{self._name}-{index}"
 
     def start(self, index: int) -> Job:
-        """Starts the pod of an index on a host that has just booted."""
+        """Start the pod of an index on a host that has just booted."""
         image = IMAGE.format(
             job=self._name,
             service=self._service,
@@ -152,7 +152,7 @@ class Pods:
         return self._cluster.start(self.host(index), self._argv(), {**self._env, **given, **own})
 
     def terminate(self, index: int) -> None:
-        """SIGTERM to the first process of the container, as an eviction sends it."""
+        """Send SIGTERM to the container's first process, as an eviction does."""
         first = min(
             process.pid
             for process in self._cluster.processes(self.host(index), "/training-node")
@@ -161,7 +161,7 @@ class Pods:
         os.kill(first, signal.SIGTERM)
 
     def replace(self, index: int) -> Job:
-        """A new pod in the place of one that has ended, or was never there."""
+        """Start a new pod in place of one that has ended or never existed."""
         if self._cluster.is_up(self.host(index)):
             self._cluster.kill_host(self.host(index))
         self._cluster.boot(self.host(index))

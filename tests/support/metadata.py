@@ -1,6 +1,6 @@
-"""The metadata services of clouds, as documented, on this machine.
+"""Clouds' metadata services on this machine, as documented.
 
-python -m tests.support.metadata HOST PORT FILE: there is a notice once FILE is there.
+python -m tests.support.metadata HOST PORT FILE: there is a notice once FILE exists.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MACHINE = "vm-7"
 
 @dataclass
 class Metadata:
-    """What the server says.
+    """Responses of the server.
 
     Args:
-        address: of it, without a / at its end.
-        notice: AWS: there is an action; Google: preempted; others: /notice answers 200.
-        events: Azure's: (kind, machines).
-        hangs: seconds before each answer.
-        asked: paths, in their order.
+        address: its address, without a / at the end.
+        notice: AWS: there is an action; Google: preempted; others: /notice returns 200.
+        events: Azure's events: (kind, machines).
+        hangs: seconds before each response.
+        asked: requested paths, in order.
     """
 
     address: str = ""

@@ -1,4 +1,4 @@
-"""What the hosts of a test cluster are made of, and whether this machine has it."""
+"""Requirements and environment of the hosts of a test cluster."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Sequence
 
 NAMESPACES = ["--net", "--uts", "--ipc", "--mount", "--pid"]
 TOOLS = ["hostname", "ip", "mount", "nsenter", "setpriv", "setsid", "ssh", "ssh-keygen", "sshd"]
-# As a login there would have it, and no more of this process's environment.
+# The environment of a login on a host, without other variables of this process.
 ENVIRONMENT = {
     "PATH": f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": os.environ.get("HOME", "/root"),
     "LANG": "C.UTF-8",
-    # mpirun's own words for "yes, root": the hosts have no other user.
+    # mpirun's option to allow root: the hosts have no other user.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    # The hosts share this machine's cores: a rank that waits leaves them to the others.
+    # The hosts share this machine's cores, so a waiting rank must yield them.
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
 
 def why_not() -> str | None:
-    """Why hosts cannot be started on this machine; None where they can."""
+    """Return why hosts cannot be started on this machine; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in TOOLS if shutil.which(tool, path=ENVIRONMENT["PATH"]) is None]
@@ -40,7 +40,7 @@ def why_not() -> str | None:
 
 
 def pid_namespace(pid: int) -> str | None:
-    """Which process namespace, hence which host, a process is in; None once it ended."""
+    """Return the process namespace, and thereby the host, of a process; None if it has ended."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:
@@ -48,7 +48,7 @@ def pid_namespace(pid: int) -> str | None:
 
 
 def check(command: Sequence[str]) -> None:
-    """Runs a command that must succeed; RuntimeError with what it said where it does not."""
+    """Run a command that must succeed; otherwise RuntimeError with its output."""
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=20)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

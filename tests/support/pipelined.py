@@ -1,4 +1,4 @@
-"""One rank of a pipeline beside the same run on one rank, for tests of both."""
+"""One rank of a pipeline, compared with the same run on one rank."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Words:
 
 
 class Normed(nn.Module):
-    """Blocks with BatchNorm, and a parameter of two names at both ends."""
+    """Blocks with BatchNorm, and a parameter with two names at both ends."""
 
     first_stage = ("table",)
     last_stage = ("scores",)
@@ -104,7 +104,7 @@ class Normed(nn.Module):
 
 
 class Codes:
-    """The next of a sequence of codes; its loss draws numbers before it calls the model."""
+    """Next-code prediction; its loss draws random numbers before it calls the model."""
 
     def model(self) -> nn.Module:
         return Normed()
@@ -120,7 +120,7 @@ class Codes:
 
 
 class Pictures:
-    """The vision transformer on noise."""
+    """The vision transformer on random images."""
 
     def model(self) -> nn.Module:
         return VisionTransformer(8, 4, 1, 3)
@@ -134,11 +134,11 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Case:
-    """One run.
+    """Configuration of one run.
 
     Args:
-        counts: micro-batches of each step.
-        checkpointed: activations of the blocks are computed again in backward.
+        counts: number of micro-batches of each step.
+        checkpointed: backward recomputes the blocks' activations.
         validation: samples of each batch of the evaluation.
     """
 
@@ -151,12 +151,12 @@ class Case:
 
 
 class Seen(NamedTuple):
-    """Of a run.
+    """Results of a run.
 
     Args:
         losses: sums and weights of the values of each step, (steps, 2, values).
         evaluated: sums and weights of an evaluation at the end, (2, values).
-        gradients, tensors: of the last step, and parameters and buffers after it.
+        gradients, tensors: gradients of the last step; parameters and buffers after it.
     """
 
     losses: Tensor
@@ -185,7 +185,7 @@ def _validation(case: Case) -> Iterator[tuple[int, Any]]:
 
 
 def run(case: Case, passes: Passes) -> Seen:
-    """Trains with AdamW as TrainStep does, without an exchange."""
+    """Train with AdamW as TrainStep does, without an exchange."""
     optimizer = torch.optim.AdamW(passes.model.parameters(), lr=0.001)
     losses, gradients = [], {}
     for step, count in enumerate(case.counts):
@@ -231,14 +231,14 @@ def _model(case: Case, precision: Precision) -> nn.Module:
 
 
 def alone(case: Case) -> Seen:
-    """On one rank."""
+    """Run on one rank."""
     precision = Precision(case.precision, LossScale() if case.precision == "fp16" else None)
     model = _model(case, precision)
     return run(case, Accumulate(case.task, model, 4, _context(), precision=precision))
 
 
 def piped(case: Case) -> Seen:
-    """On this rank of a pipeline of all ranks of the default group."""
+    """Run on this rank of a pipeline of all ranks of the default group."""
     precision = Precision(case.precision, LossScale() if case.precision == "fp16" else None)
     layout = Layout(dist.get_world_size(), virtual_stages(case.schedule))
     cut = CutModel(case.task, _model(case, precision), layout, dist.get_rank())
@@ -251,14 +251,14 @@ def piped(case: Case) -> Seen:
 
 
 class Compared(NamedTuple):
-    """A rank of a pipeline beside one rank alone.
+    """Comparison of a rank of a pipeline with one rank.
 
     Args:
-        names: of the parameters and buffers of this rank, and of the whole model.
-        tied: those that another rank has too, with the bytes of their values.
-        numbers: of the parameters of this rank, and of the whole model.
-        bubble: the seconds in schedules, those of waiting, the fraction of the formula, and of how
-            many steps.
+        names: names of the parameters and buffers of this rank, and of the whole model.
+        tied: parameters that another rank also holds, with the bytes of their values.
+        numbers: number of parameters of this rank, and of the whole model.
+        bubble: seconds in schedules, seconds of waiting, the formula's fraction, and the number of
+            steps.
         apart: the largest difference of losses, evaluation, gradients and tensors.
     """
 
@@ -270,18 +270,18 @@ class Compared(NamedTuple):
 
 
 def _apart(one: Tensor, other: Tensor, floor: float = 1.0) -> float:
-    """Of the largest number, or of `floor` if that is larger."""
+    """Return the difference relative to the largest number, or to `floor` if that is larger."""
     one, other = one.double(), other.double()
     return float((one - other).abs().max() / other.abs().max().clamp(min=floor))
 
 
 def compare(cases: dict[str, Case]) -> dict[str, Compared]:
-    """Each case, on this rank."""
+    """Compare each case, on this rank."""
     found = {}
     for name, case in cases.items():
         whole, part = alone(copy.deepcopy(case)), piped(copy.deepcopy(case))
         losses, evaluated = part.losses, part.evaluated
-        dist.all_reduce(losses)  # the control vector's sum: all but the last rank add nothing
+        dist.all_reduce(losses)  # as the control vector's sum: all ranks but the last add nothing
         dist.all_reduce(evaluated)
         passes, timer = part.passes, part.passes._context.timer
         bubble, waited = timer.bubble, timer.waited["pipeline"]
@@ -303,7 +303,7 @@ def compare(cases: dict[str, Case]) -> dict[str, Compared]:
 
 
 def _names(model: nn.Module) -> set[str]:
-    """One of each parameter and buffer that is saved, also of those that have two."""
+    """Return one name of each saved parameter and buffer, also if it has two names."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {name for name, _ in named} & set(model.state_dict())
 
@@ -313,13 +313,13 @@ def _numel(model: nn.Module) -> int:
 
 
 def lose_a_peer(seen: Path) -> None:
-    """Rank 1 is gone in the third step; rank 0 writes what it got, and after how many seconds."""
+    """Rank 1 ends in the third step; rank 0 writes its error and the seconds until it came."""
     case = Case(Words(layers=4), "1f1b", (4, 4, 4))
     plain, calls = case.task.loss, []
 
     def loss(model: nn.Module, batch: Tensor) -> dict[str, Any]:
         calls.append(time.monotonic())
-        if dist.get_rank() == 1 and len(calls) == 12:  # one was a trial
+        if dist.get_rank() == 1 and len(calls) == 12:  # one of them was a trial pass
             os._exit(1)
         found: dict[str, Any] = plain(model, batch)
         return found
@@ -332,7 +332,7 @@ def lose_a_peer(seen: Path) -> None:
 
 
 def fail_in_the_task(name: str) -> str:
-    """What each rank gets where the task does something that a pipeline cannot have."""
+    """Return each rank's error if the task does something that a pipeline does not support."""
     case = Case(Words(layers=4), "1f1b", (4,))
     plain = case.task.loss
 
@@ -352,7 +352,7 @@ def fail_in_the_task(name: str) -> str:
     try:
         piped(case)
     except UserError as error:
-        dist.destroy_process_group()  # as the end of the process would: the other one waits for it
+        dist.destroy_process_group()  # as at the end of the process: the other rank waits for it
         return str(error)
     except RuntimeError as error:
         return type(error).__name__

@@ -18,7 +18,7 @@ from tests.support.cluster import Cluster
 from tests.support.dashboard import PROMETHEUS
 
 ADDRESS = "127.0.0.1:9090"
-# Prometheus listens on its host only, so that questions are asked from there.
+# Prometheus listens on its host only, so queries are sent from there.
 _ASK = """
 import json, sys, urllib.error, urllib.request
 def ask(url):
@@ -33,7 +33,7 @@ print(json.dumps([ask(url) for url in sys.argv[1:]]))
 
 
 def minutes_to_seconds(rules: str) -> str:
-    """Rules in which all times are 60 times shorter: `for`, windows and thresholds in seconds.
+    """Return rules with all times divided by 60: `for`, windows and thresholds in seconds.
 
     They are written as 5m, 1h, 1d, or 5 * 60.
     """
@@ -41,21 +41,21 @@ def minutes_to_seconds(rules: str) -> str:
     times = re.compile(r"(?<=\[)(\d+)([mhd])(?=\])|(?<=for: )(\d+)([mhd])$", re.MULTILINE)
     text = times.sub(lambda m: shorter[m[2] or m[4]](int(m[1] or m[3])), rules)
     text = text.replace(" * 60", " * 1")
-    # Names of recording rules hold their window; they stay.
+    # Names of recording rules contain their window; they stay unchanged.
     assert not re.search(r"\[\d+[hd]\]|for: \d+m", text), text
     return text
 
 
 class Prometheus:
-    """Scrapes and evaluates each second what it finds by the committed configuration.
+    """A Prometheus that scrapes and evaluates every second, with the committed configuration.
 
     Args:
-        host: where it runs.
-        directory: an empty one for its files, which the host sees.
+        host: its host.
+        directory: an empty directory for its files, which the host sees.
         root: run.root of the runs.
 
     Raises:
-        AssertionError: it did not come up; the message holds its output.
+        AssertionError: it did not start; the message contains its output.
     """
 
     def __init__(self, cluster: Cluster, host: str, directory: Path, root: Path) -> None:
@@ -80,10 +80,10 @@ class Prometheus:
         self.job.wait_for("Server is ready to receive web requests", 30)
 
     def queries(self, exprs: list[str]) -> list[list[dict[str, Any]]]:
-        """The series of each: {"metric": labels, "value": [time, text]}.
+        """Return the series of each query: {"metric": labels, "value": [time, text]}.
 
         Raises:
-            AssertionError: one is wrong.
+            AssertionError: a query is wrong.
         """
         return [
             d["result"] for d in self._get(*(f"query?{urlencode({'query': e})}" for e in exprs))
@@ -93,13 +93,13 @@ class Prometheus:
         return self.queries([expr])[0]
 
     def firing(self, name: str) -> list[dict[str, str]]:
-        """Labels of the alerts of this name that fire now."""
+        """Return the labels of the alerts of this name that fire now."""
         (data,) = self._get("alerts")
         every = (a["labels"] for a in data["alerts"] if a["state"] == "firing")
         return [labels for labels in every if labels["alertname"] == name]
 
     def wait_for(self, name: str, seconds: float, **labels: str) -> float:
-        """Waits until an alert with these labels fires; returns how long that took."""
+        """Wait until an alert with these labels fires; return how long that took."""
         return self._wait(
             lambda: any(labels.items() <= found.items() for found in self.firing(name)),
             seconds,
@@ -107,7 +107,7 @@ class Prometheus:
         )
 
     def wait_for_end(self, name: str, seconds: float) -> float:
-        """Waits until no alert of this name fires."""
+        """Wait until no alert of this name fires."""
         return self._wait(lambda: not self.firing(name), seconds, f"the end of {name}")
 
     def _wait(self, condition: Callable[[], bool], seconds: float, what: str) -> float:
@@ -116,7 +116,7 @@ class Prometheus:
             if time.monotonic() - begin > seconds:
                 (alerts,) = self._get("alerts")
                 raise AssertionError(f"waited {seconds} s without success for {what}: {alerts}")
-            time.sleep(0.5)  # each look starts a process beside the ranks
+            time.sleep(0.5)  # each query starts a process on the ranks' cores
         return time.monotonic() - begin
 
     def _get(self, *paths: str) -> list[dict[str, Any]]:

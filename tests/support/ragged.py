@@ -1,4 +1,4 @@
-"""A task with samples of different lengths, named to the app as `tests.support.ragged:Ragged`."""
+"""A task with samples of different lengths: `tests.support.ragged:Ragged`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Sentences(Dataset[Tensor]):
 
 
 class Ragged:
-    """The next word from the last; the loss is (sum, tokens).
+    """Next-word prediction; the loss is (sum, tokens).
 
-    HVDTRAIN_TEST_PACE: seconds that a micro-batch takes.
+    HVDTRAIN_TEST_PACE: seconds per micro-batch.
     """
 
     defaults: ClassVar[dict[str, Any]] = {
@@ -62,7 +62,7 @@ class Ragged:
 
 
 class Averaged(Ragged):
-    """Gives its loss as a mean."""
+    """Ragged whose loss is a mean."""
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Any]:
         total, tokens = super().loss(model, batch)["loss"]
@@ -70,7 +70,7 @@ class Averaged(Ragged):
 
 
 class Plain(Ragged):
-    """Its samples have no lengths."""
+    """Ragged whose samples have no lengths."""
 
     def datasets(self) -> Datasets:
         rows = torch.zeros(8, 4, dtype=torch.int64)

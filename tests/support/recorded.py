@@ -1,4 +1,4 @@
-"""A long run that never was, written as fast as the disk takes it."""
+"""A long simulated run, written as fast as the disk allows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SLOW = 17  # the rank that is slow from step SLOW_FROM to SLOW_TO of 100,000
 
 
 class LongRun:
-    """Writes RUN/: restarts at given steps, one slow rank in the second quarter of the run.
+    """Write RUN/ with restarts at given steps and one slow rank in the second quarter of the run.
 
     Args:
         directory: RUN.
-        steps, ranks: how many.
-        failures: steps after which a rank failed; each takes back 3 steps and costs 20 s.
+        steps, ranks: number of steps and ranks.
+        failures: steps after which a rank failed; each failure repeats 3 steps and costs 20 s.
     """
 
     def __init__(self, directory: Path, steps: int, ranks: int, failures: tuple[int, ...]) -> None:
@@ -86,7 +86,7 @@ class LongRun:
             self._event(name, step=step, **fields, **score)
 
     def _make_windows(self, slow: bool) -> list[str]:
-        """The rest of lines of ranks.jsonl, of which each step takes one."""
+        """Make the remaining content of lines of ranks.jsonl; each line uses one."""
         found = []
         for _ in range(VARIANTS):
             own = np.array([0.05, 0.2, 0.4, 0.0, 0.06, 0.0, 0.0, 0.02])[:, None]

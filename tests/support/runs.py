@@ -1,4 +1,4 @@
-"""Runs of the app on this machine: started as people start it, every wait bounded."""
+"""Runs of the app on this machine, started as users start them, with a timeout for every wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.job import Finished, Job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = [sys.executable, "-m", "hvdtrain.train"]
-# A text that is always there and large enough for some epochs of a tiny model.
+# A text that always exists and is large enough for some epochs of a tiny model.
 CORPUS = REPOSITORY / "LICENSE"
 TINY = [
     *("--model.layers", "1", "--model.width", "32", "--model.heads", "2"),
@@ -28,13 +28,13 @@ _LAUNCHERS = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "PRTE_")
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's, as if no launcher had started it; one thread a rank, and no GPU.
+    """Return this process's environment without a launcher, with one thread per rank and no GPU.
 
-    Runs are compared bit by bit, so their ranks must not differ in threads or devices.
+    Runs are compared bitwise, so their ranks must use the same threads and devices.
     """
     env = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHERS)}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
-    env["OMPI_MCA_mpi_yield_when_idle"] = "1"  # a rank that waits leaves its core to others
+    env["OMPI_MCA_mpi_yield_when_idle"] = "1"  # a waiting rank yields its core to other ranks
     return env | dict(more or {})
 
 
@@ -45,14 +45,14 @@ def start(
     env: Mapping[str, str] | None = None,
     command: Sequence[str] = TRAIN,
 ) -> Job:
-    """Starts a run.
+    """Start a run.
 
     Args:
-        directory: for the output, and the working directory of nothing.
+        directory: for the output.
         arguments: flags of the command.
         launcher: "" (none), or "mpirun:N", "gloo:N" (horovodrun) for N ranks.
-        env: beside `environment()`.
-        command: what each rank runs.
+        env: in addition to `environment()`.
+        command: command of each rank.
     """
     directory.mkdir(parents=True, exist_ok=True)
     argv = [*command, *arguments]
@@ -72,9 +72,9 @@ def run(
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
 ) -> Finished:
-    """Runs to the end; AssertionError with the output after `timeout` seconds.
+    """Run to the end; AssertionError with the output after `timeout` seconds.
 
-    The ranks are forked: see warm.py. Those of `start` begin as people start them.
+    The ranks are forked, see warm.py; `start` starts them as users do.
     """
     command = [warm.python(int(launcher.partition(":")[2] or 1)), *TRAIN[1:]]
     return start(directory, arguments, launcher, env, command).wait(timeout)
@@ -83,7 +83,7 @@ def run(
 def train(
     root: Path, run_id: str, arguments: Sequence[str], launcher: str = "", timeout: float = 120
 ) -> Path:
-    """A run with `TINY` that must end with 0; returns its directory."""
+    """Run with `TINY`, which must exit with 0; return the run directory."""
     where = ["--run.root", str(root), "--run.id", run_id]
     done = run(root / "output", [*TINY, *where, *arguments], launcher, timeout=timeout)
     assert done.returncode == 0, done
@@ -91,7 +91,7 @@ def train(
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
+    """Return the lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -100,7 +100,7 @@ def losses(directory: Path) -> list[float]:
 
 
 def weights(directory: Path, step: int, files: int = 2) -> dict[str, str]:
-    """File -> sha256 of the tensors in the checkpoint of a step, which has so many of them."""
+    """Return file -> sha256 of the `files` tensor files in a step's checkpoint."""
     paths = sorted((directory / f"checkpoints/step_{step:08}").glob("*.safetensors"))
     assert len(paths) == files, f"no checkpoint of step {step} in {directory}"
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}

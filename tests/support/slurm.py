@@ -1,7 +1,7 @@
-"""A real Slurm on the hosts of a test cluster: one controller, a daemon on each host.
+"""A real Slurm on the hosts of a test cluster: one controller, and a daemon on each host.
 
-All of its files are in the cluster's directory and its daemons are processes of the hosts, so
-the cluster's end is also its end. Slurm of this machine, if there is one, is not touched.
+All of its files are in the cluster's directory and its daemons are processes of the hosts, so it
+ends with the cluster. A Slurm installation of this machine is not touched.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tests.support.job import Finished, Job, poll
 from tests.support.namespaces import ENVIRONMENT
 
 PROGRAMS = ["munged", "sbatch", "scancel", "scontrol", "slurmctld", "slurmd", "srun"]
-# KillWait: from a job's SIGTERM to its SIGKILL; GraceTime: from a preemption to that SIGTERM,
-# after a SIGTERM for srun's processes alone. Seconds, long enough for a busy machine.
-# cred_expire is also how long a requeued job waits before it starts again: 120 s by default.
+# KillWait: from a job's SIGTERM to its SIGKILL. GraceTime: from a preemption to that SIGTERM, after
+# a SIGTERM for srun's processes only. In seconds, long enough for a busy machine. cred_expire also
+# delays the restart of a requeued job: 120 s by default.
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={controller}
@@ -52,20 +52,20 @@ PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF
 
 
 def why_not() -> str | None:
-    """Why Slurm cannot be started on this machine; None where it can."""
+    """Return why Slurm cannot be started on this machine; None if it can."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=ENVIRONMENT["PATH"]) is None]
     return f"not installed: {', '.join(missing)} (slurm-wlm, munge)" if missing else None
 
 
 class Slurm:
-    """Slurm with the partitions `low` (the default; may be preempted) and `high`.
+    """Slurm with the partitions `low` (default, may be preempted) and `high`.
 
     Args:
-        cluster: its first host is the controller's, and commands are run there.
-        cpus: processors that each host is said to have.
+        cluster: its first host runs the controller and the commands.
+        cpus: configured number of processors of each host.
 
     Raises:
-        RuntimeError: a daemon did not come up; the message holds its log.
+        RuntimeError: a daemon did not start; the message contains its log.
     """
 
     def __init__(self, cluster: Cluster, cpus: int = 2) -> None:
@@ -83,33 +83,33 @@ class Slurm:
             raise RuntimeError(f"Slurm did not come up: {error}\n{logs}") from error
 
     def run(self, *argv: str, env: Mapping[str, str] | None = None) -> Finished:
-        """Runs one of Slurm's commands, which must succeed, from the repository's directory."""
+        """Run a Slurm command in the repository's directory; it must succeed."""
         done = self.cluster.run(self._controller, argv, self._env | dict(env or {}))
         assert done.returncode == 0, done
         return done
 
     def sbatch(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
-        """Submits a job: sbatch's options, the script and its arguments; returns its number."""
+        """Submit a job (sbatch's options, the script and its arguments); return its number."""
         return int(self.run("sbatch", "--parsable", *argv, env=env).stdout)
 
     def field(self, job: int, name: str) -> str:
-        """Such as JobState, ExitCode ("75:0"), Restarts or Reason."""
+        """Return a field such as JobState, ExitCode ("75:0"), Restarts or Reason."""
         shown = self.run("scontrol", "show", "job", str(job)).stdout
         found = re.search(rf"\b{name}=(\S*)", shown)
         assert found, f"no {name} in {shown}"
         return found[1]
 
     def state(self, job: int) -> str:
-        """Such as PENDING, RUNNING, COMPLETED or FAILED."""
+        """Return the state, such as PENDING, RUNNING, COMPLETED or FAILED."""
         return self.field(job, "JobState")
 
     def wait(self, job: int, state: str, timeout: float) -> None:
-        """Waits until the job is in a state; AssertionError after `timeout` seconds."""
+        """Wait until the job is in a state; AssertionError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (now := self.state(job)) != state:
             late = time.monotonic() > deadline
             assert not late, f"job {job} is {now}, not {state}, after {timeout} s"
-            time.sleep(0.5)  # not poll: each look starts a process
+            time.sleep(0.5)  # not `poll`: each query starts a process
 
     def _configure(self, cpus: int) -> None:
         for name in self.cluster.names:
@@ -121,7 +121,7 @@ class Slurm:
             directory=self._directory,
         )
         (self._directory / "slurm.conf").write_text(text)
-        # Not the machine's cgroups: the daemons must not change what they share.
+        # Not the machine's cgroups, which the daemons must not change.
         (self._directory / "cgroup.conf").write_text("CgroupAutomount=no\n")
         key = self._directory / "munge.key"
         key.write_bytes(os.urandom(1024))

@@ -1,4 +1,4 @@
-"""A disk of its own for some hosts, which can be blocked and full: ext4 in a file."""
+"""A separate disk for some hosts, which can be blocked or full: ext4 in a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.support.cluster import Cluster
 from tests.support.namespaces import check
 
-# Whatever becomes of the test, the disk is thawed: nothing could end those that wait for it.
+# The disk is unfrozen however the test ends, because blocked processes cannot be killed.
 _FREEZE = """\
 import fcntl, os, sys, time
 disk = os.open(sys.argv[1], os.O_RDONLY)
@@ -21,21 +21,21 @@ time.sleep(float(sys.argv[2]))
 fcntl.ioctl(disk, 0xC0045878, 0)  # FITHAW
 """
 _MIB = 1 << 20
-# Of cgroup v1, whose root has limits, too: they apply to all processes that are in no other.
+# The cgroup v1 root, whose limits apply to all processes that are in no other group.
 _READ_LIMIT = Path("/sys/fs/cgroup/blkio/blkio.throttle.read_bps_device")
 
 
 class SmallDisk:
     """A file system on a loop device, mounted at the same path on hosts of a cluster.
 
-    The kernel gives the device up with the last host that has it mounted.
+    The kernel releases the device with the last host that has mounted it.
 
     Args:
         hosts: the first must stay up as long as the disk is used.
-        path: where it is mounted; an empty directory that all hosts see.
+        path: mount point; an empty directory that all hosts see.
 
     Attributes:
-        here: where this process finds what the hosts find at `path`.
+        here: this process's path of the hosts' `path`.
     """
 
     def __init__(self, cluster: Cluster, hosts: list[str], path: Path, mib: int = 64) -> None:
@@ -53,18 +53,18 @@ class SmallDisk:
             self.mount(host)
 
     def mount(self, host: str) -> None:
-        """Also after a host was booted again."""
+        """Mount it, also after a host was rebooted."""
         self._on(host, "mount", "-o", "noatime", self._device, str(self._path))
 
     def block(self, seconds: float) -> None:
-        """Whoever writes waits, and cannot be killed; returns after `seconds`."""
+        """Block all writers, which cannot be killed meanwhile; return after `seconds`."""
         command = [sys.executable, "-c", _FREEZE, str(self.here), str(seconds)]
         freezer = subprocess.Popen(command, start_new_session=True)
         assert freezer.wait(seconds + 30) == 0, "the disk could not be frozen and thawed"
 
     @contextmanager
     def full(self) -> Iterator[None]:
-        """Nothing can be written inside."""
+        """Fill the disk inside the context."""
         ballast = self.here / "ballast"
         try:
             with suppress(OSError), open(ballast, "wb", buffering=0) as file:
@@ -78,12 +78,12 @@ class SmallDisk:
 
     @staticmethod
     def can_be_slow() -> bool:
-        """Whether this machine can limit how fast a disk is read."""
+        """Whether this machine can limit the read speed of a disk."""
         return os.access(_READ_LIMIT, os.W_OK)
 
     @contextmanager
     def slow(self, bytes_per_second: int) -> Iterator[None]:
-        """Reads are slow inside; what memory still holds of checkpoints is dropped first."""
+        """Slow down reads inside the context; cached checkpoints are dropped first."""
         for path in self.here.rglob("*.safetensors"):
             with suppress(OSError), open(path, "rb") as file:  # the run may have deleted it
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""A model on many layouts of the ranks of one world, each of which saves what the others read."""
+"""A model on many layouts of one world's ranks; each layout saves what the others read."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from hvdtrain.run.strategy import Replicated, Spanning, Strategy
 from hvdtrain.runtime.mesh import Grid, Group, Mesh, Topology
 from hvdtrain.runtime.tensor_shards import box, local, model_tensors
 
-# Its vocabulary is odd, so that parts of it are of different sizes.
+# The vocabulary is odd, so that its shards have different sizes.
 SIZES = GPTConfig(layers=2, heads=4, width=16, context=16, vocab_size=37)
 Degrees = Mapping[str, int]
 
 
 def _state(degrees: Degrees) -> RunState:
-    """After steps of AdamW, with gradients that are a function of the parameters alone."""
+    """Return the state after steps of AdamW, with gradients that depend only on the parameters."""
     rank, size = dist.get_rank(), dist.get_world_size()
     parallel = ParallelConfig(**degrees)
     grid = Grid.of(["host"] * size, parallel.degrees, parallel.place)
@@ -75,7 +75,7 @@ def _save(state: RunState, root: Path) -> Path:
 
 
 def _wrong(state: RunState, whole: Mapping[str, Tensor]) -> list[str]:
-    """Names of what this rank holds that is not a shard of `whole`."""
+    """Return the names of this rank's tensors that are not shards of `whole`."""
     wrong = []
     for name, tensor in model_tensors(state.model).items():
         where, part = position(tensor), local(tensor)
@@ -100,7 +100,7 @@ def _whole(state: RunState) -> dict[str, Tensor]:
 
 
 def _scramble(state: RunState) -> None:
-    """Nothing is what it was, but what an optimizer or an average has at all."""
+    """Overwrite all tensors; an optimizer or an average keeps its entries."""
     with torch.no_grad():
         for tensor in (*model_tensors(state.model).values(), *state.parts[2].compared().values()):
             local(tensor).add_(1.0)
@@ -109,7 +109,7 @@ def _scramble(state: RunState) -> None:
 
 
 def read_by_others(root: Path, layouts: Mapping[str, Degrees]) -> dict[str, list[str]]:
-    """(who saved, who read) -> names of tensors that are not what was saved, on this rank."""
+    """Return (writer, reader) -> names of tensors on this rank that differ from what was saved."""
     whole = {name: tensor.clone() for name, tensor in _whole(_state({})).items()}
     states = {name: _state(degrees) for name, degrees in layouts.items()}
     directories = {name: _save(state, root / name) for name, state in states.items()}

@@ -1,4 +1,4 @@
-"""Models that ranks split between them, beside the same model on one rank."""
+"""Models that ranks split, compared with the same model on one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Gradients = dict[str, Tensor]
 
 
 def sizes(**changes: Any) -> GPTConfig:
-    """Of a tiny GPT; its vocabulary and its context are odd."""
+    """Return the sizes of a tiny GPT; its vocabulary and its context are odd."""
     standard = {"layers": 2, "heads": 4, "width": 16, "context": 13, "vocab_size": 37}
     return GPTConfig(**(standard | changes))
 
@@ -39,7 +39,7 @@ def sizes(**changes: Any) -> GPTConfig:
 def gpt(config: GPTConfig) -> GPT:
     torch.manual_seed(1)
     model = GPT(config)
-    with torch.no_grad():  # so that no gradient is zero by chance, and no bias
+    with torch.no_grad():  # so that no gradient is zero by chance, including biases
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
     return model
@@ -58,7 +58,7 @@ def loss_of(model: GPT, tokens: Tensor, packed: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Variant:
-    """Args: changes of `sizes`, whether samples are packed documents, and how it is sharded."""
+    """A variant: changes of `sizes`, whether samples are packed documents, and its sharding."""
 
     changes: Mapping[str, Any]
     packed: bool = True
@@ -67,12 +67,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Difference:
-    """What a split model makes otherwise than the whole one.
+    """Differences between a split model and the whole model.
 
     Args:
         loss, gradient: largest absolute difference over all steps
-        copies: names of gradients of which ranks that hold the same part hold other bits
-        fraction: of the memory of parameters, gradients and optimizer state that this rank has
+        copies: names of gradients that differ between ranks that hold the same shard
+        fraction: this rank's fraction of the memory of parameters, gradients and optimizer state
         dtensors: entries of the optimizer's state that are split tensors
     """
 
@@ -86,10 +86,10 @@ class Difference:
 def trained(
     model: GPT, optimizer: Optimizer, steps: Sequence[Sequence[int]], packed: bool
 ) -> Iterator[tuple[float, Gradients]]:
-    """Loss and gradients, summed over micro-batches, of each step.
+    """Return loss and gradients, summed over micro-batches, of each step.
 
     Args:
-        steps: numbers of the micro-batches of each; data and random numbers follow from them.
+        steps: numbers of the micro-batches of each step; they determine data and random numbers.
     """
     parameters = dict(model.named_parameters())
     for numbers in steps:
@@ -106,7 +106,7 @@ def trained(
 
 
 def compared(degrees: Mapping[str, int], variants: Mapping[str, Variant]) -> dict[str, Difference]:
-    """Trains each variant whole and split over a mesh of these degrees."""
+    """Train each variant whole and split over a mesh of these degrees."""
     mesh = mesh_of(**degrees)
     return {name: _compared(mesh, variant) for name, variant in variants.items()}
 
@@ -146,7 +146,7 @@ def _entries(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """Of parameters, gradients and optimizer state; parts of one buffer count once."""
+    """Return the bytes of parameters, gradients and optimizer state; shared buffers count once."""
     parameters = [*model.parameters()]
     gradients = [p.grad for p in parameters if p.grad is not None]
     storages = [local(t).untyped_storage() for t in (*parameters, *gradients, *_entries(optimizer))]
@@ -154,7 +154,7 @@ def _bytes(model: nn.Module, optimizer: Optimizer) -> int:
 
 
 def whole_blocks(shardings: Mapping[str, Sharding]) -> dict[str, dict[str, list[int]]]:
-    """Of a model of 3 blocks on two ranks, which of them are whole, and when."""
+    """Return which blocks of a model of 3 blocks on two ranks are whole, and when."""
     mesh = mesh_of(shard=2)
     return {name: _whole_blocks(mesh, sharding) for name, sharding in shardings.items()}
 
@@ -206,7 +206,7 @@ def _unequal_copies(gradients: Gradients, mesh: DeviceMesh) -> set[str]:
 
 
 class Classifier(nn.Module):
-    """A model of a user's own: tied, a part of it frozen, its head called as a module."""
+    """A user's model: tied, partly frozen, with a head that is called as a module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Classifier(nn.Module):
 
 
 PLAN = {"embed": "vocabulary", "head": "vocabulary", "*.up": "column", "*.down": "row"}
-# (plan, what its error says), of that model and 2 ranks.
+# (plan, expected error text) for that model and 2 ranks.
 WRONG_PLANS = [
     ({"*.up": "columns"}, "style 'columns'; styles are: column, row"),
     ({"blocks.*": "column"}, "no module called 'blocks.*'"),
@@ -234,7 +234,7 @@ WRONG_PLANS = [
 
 
 def custom_model() -> dict[str, Any]:
-    """What apply_tensor makes of a user's model and plans: True where it is right."""
+    """Return the results of apply_tensor on a user's model and plans: True if correct."""
     mesh = mesh_of(tensor=2)
     torch.manual_seed(3)
     dense, split = Classifier(), Classifier()
@@ -264,7 +264,7 @@ def _error_of(plan: dict[str, str], mesh: DeviceMesh) -> str:
 
 
 def texts_and_rough_losses() -> dict[str, Any]:
-    """Of a GPT on one rank and split: tokens that it writes, and losses in 16 bits."""
+    """Return tokens written by a GPT on one rank and split, and losses in 16 bits."""
     mesh, config = mesh_of(tensor=2), sizes(norm="rms")
     dense, split = gpt(config), gpt(config)
     apply_tensor(split, mesh, split.tensor_plan())
@@ -277,7 +277,7 @@ def texts_and_rough_losses() -> dict[str, Any]:
 
 
 def tensor_parallel(variants: Mapping[str, Variant]) -> tuple[dict[str, Any], ...]:
-    """All that is asked of two ranks, in one world."""
+    """Run all checks for two ranks, in one world."""
     return compared({"tensor": 2}, variants), custom_model(), texts_and_rough_losses()
 
 
@@ -286,7 +286,7 @@ def mesh_of(**degrees: int) -> DeviceMesh:
 
 
 def _distributed(mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Tensors that are spread over a 2 x 2 mesh in several ways, some unevenly."""
+    """Return tensors distributed over a 2 x 2 mesh in several ways, some unevenly."""
     torch.manual_seed(5)
 
     def spread(shape: tuple[int, ...], onto: DeviceMesh, *placements: Placement) -> Tensor:
@@ -306,7 +306,7 @@ def _distributed(mesh: DeviceMesh) -> dict[str, Tensor]:
 
 
 def wrong_shards() -> list[str]:
-    """Names of tensors whose shards, each of its first holder, are not the whole tensor."""
+    """Return the names of tensors whose shards, one per first holder, do not form the tensor."""
     mesh = mesh_of(shard=2, tensor=2)
     tensors = {name: (tensor, whole(tensor)) for name, tensor in _distributed(mesh).items()}
     config = sizes(layers=1, mlp_width=6)  # 37 rows of a vocabulary: 19 and 18, then 10, 9, 9, 9
@@ -331,7 +331,7 @@ def wrong_shards() -> list[str]:
 
 
 def norms() -> dict[str, tuple[float, float]]:
-    """(norm of parts, norm of wholes) of several sets of tensors of a 2 x 2 mesh."""
+    """Return (norm of shards, norm of whole tensors) for sets of tensors of a 2 x 2 mesh."""
     mesh, device = mesh_of(shard=2, tensor=2), torch.device("cpu")
     spread = _distributed(mesh)
 
@@ -346,7 +346,7 @@ def norms() -> dict[str, tuple[float, float]]:
     found = {name: both([tensor]) for name, tensor in spread.items()}
     found["all"] = both(list(spread.values()))
     found["bfloat16"] = both([spread["rows"].bfloat16(), spread["plain"].bfloat16()])
-    # A stage of a pipeline has other parameters: each rank half of them here, and one has none.
+    # Pipeline stages hold different parameters: here each rank has half, and one has none.
     own = [torch.full((2,), 3.0)] if dist.get_rank() < 2 else []
     for tensor in own:
         tensor.grad = tensor.clone()

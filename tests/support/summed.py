@@ -1,4 +1,4 @@
-"""One rank: all-reduces of every kind, compared with what they have to give.
+"""One rank: all-reduces of every kind, compared with the expected results.
 
 python -m tests.support.summed
 """
@@ -11,7 +11,7 @@ import torch
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.init import initialize
 
-# One element, fewer than ranks of a host, an odd number, and several pieces (patch 0017).
+# One element, fewer elements than ranks of a host, an odd number, and several chunks (patch 0017).
 SIZES = (1, 3, 1001, 600_011)
 TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
@@ -22,7 +22,7 @@ def main() -> None:
     ranks = range(topology.world_size)
     for size in SIZES:
         for dtype in TYPES:
-            # Small integers, whose sums and products every type holds exactly.
+            # Small integers, whose sums and products are exact in every type.
             of_ranks = torch.stack([(torch.arange(size) + 3 * r) % 7 - 3 for r in ranks])
             own = of_ranks[topology.rank].to(dtype)
             for op, expected in {

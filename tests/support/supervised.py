@@ -1,4 +1,4 @@
-"""A run under `hvdtrain launch` on two hosts, and what its tests check after a fault."""
+"""A run under `hvdtrain launch` on two hosts, and checks after a fault."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from tests.support import runs as local
 from tests.support.cluster import Cluster
 from tests.support.job import Finished, Job, poll
 
-# More than are done before the last test, which does the rest quickly.
+# More steps than are done before the last test, which does the remaining ones quickly.
 STEPS = 900
 EVERY = 20
-# Of which most is the start of the ranks: on a machine where that takes longer, this does too.
-# 8 to 14 s alone; here another test may start its ranks at the same time.
+# Most of it is the start of the ranks, which takes longer on a slower machine: 8 to 14 s alone;
+# here another test may start its ranks at the same time.
 RECOVERY_SECONDS = 30
 RECOVERY_STARTS = 2.5
-# Starting all ranks twice on a busy machine, and the steps.
+# Time to start all ranks twice on a busy machine, and for the steps.
 TEST_SECONDS = 150
 COMMON = [
     *("--train.steps", str(STEPS), "--checkpoint.every", str(EVERY), "--eval.every", "0"),
-    # As much for each rank: one that waits for another polls, under MPI.
+    # The same for each rank: under MPI, a rank that waits for another polls.
     *("--batch.global_size", "3", "--batch.micro_size", "1", "--telemetry.port", "0"),
-    # So slow that the loss does not become as small as what is lost in a sum.
+    # Slow enough that the loss does not become as small as rounding errors.
     *("--optim.lr", "0.001"),
 ]
 
-# Of the host that is lost there is more than one rank; the other ones cost time alone.
+# The lost host has more than one rank; the other ranks only cost time.
 HOSTS = "--hosts node1:1,node2:2"
 ALL = 3
 SLOW = "--task tests.support.tasks:Slow"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HVDTRAIN_TEST_PACE": "0.1"}
-# Three of the supervisor's looks at the run's files, a second apart, and a little.
+# Three of the supervisor's reads of the run's files, a second apart, and some margin.
 PACE_SECONDS = 4.0
 NO_PACE = {"HVDTRAIN_TEST_PACE": "0"}
 
@@ -51,9 +51,9 @@ class Supervised:
     """A supervised run on node1 and node2; its first supervisor is on node1.
 
     Attributes:
-        run: its directory.
+        run: its run directory.
         job: the supervisor that was started last.
-        host: where that is.
+        host: the supervisor's host.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Supervised:
     def start(
         self, host: str = "node1", more: str = "", env: Mapping[str, str] | None = None
     ) -> Job:
-        """Starts a supervisor; `more` are options of its own."""
+        """Start a supervisor; `more` are additional options."""
         launch = ["python", "-m", "hvdtrain.cli", "launch", *self._options, *more.split()]
         self.started_at, self.host = time.time(), host
         argv = [*launch, "--", *self._train]
@@ -84,7 +84,7 @@ class Supervised:
         return local.metrics(self.run) if (self.run / "metrics.jsonl").exists() else []
 
     def last(self) -> dict[str, Any]:
-        """The last line; that of step 0 where there is none."""
+        """Return the last line; step 0 if there is none."""
         path = self.run / "metrics.jsonl"
         whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
         none = {"step": 0, "time": 0.0, "world_size": 0}
@@ -102,9 +102,9 @@ class Supervised:
         self.first_start = self.first_start or self.lines()[0]["time"] - self.started_at
 
     def train_on(self, ranks: int) -> None:
-        """Waits for that many ranks, and for a step in the middle between two checkpoints.
+        """Wait for this many ranks, and for a step in the middle between two checkpoints.
 
-        The supervisor has seen then how long this start's steps take.
+        By then the supervisor has measured this start's step times.
         """
 
         def trains() -> bool:
@@ -122,7 +122,7 @@ class Supervised:
         self.first_start = self.first_start or self.lines()[0]["time"] - self.started_at
 
     def recovery(self, fault_at: float) -> tuple[float, int]:
-        """Seconds from the fault to the first line of the next start, and steps done again."""
+        """Return the seconds from the fault to the next start's first line, and repeated steps."""
         poll(lambda: self.starts()[-1]["time"] > fault_at, 60, f"a start: {self.job.output()}")
         start = self.starts()[-1]
 
@@ -131,18 +131,19 @@ class Supervised:
         return first - fault_at, self.steps_again(fault_at)
 
     def steps_again(self, fault_at: float) -> int:
-        """How many steps were done again after the fault."""
+        """Return the number of steps that were repeated after the fault."""
         last, start = next(
             pair for pair in itertools.pairwise(self.starts()) if pair[1]["time"] > fault_at
         )
-        path = self.run / "left_metrics.jsonl"  # not there where all could save
+        path = self.run / "left_metrics.jsonl"  # missing if all ranks could save
         left = path.read_text().splitlines() if path.exists() else []
         lost = [json.loads(line) for line in left if line.endswith("}")]
         lost = [line for line in lost if last["time"] < line["time"] < start["time"]]
         return sum(line["step"] > start["step"] for line in lost)
 
     def check_recovery(self, seconds: float, lost: int, record: Record) -> None:
-        """In time, compared with the first start, and at most the steps since a checkpoint lost."""
+        """Check the recovery time against the first start, and that at most the steps since a
+        checkpoint were lost."""
         record("recovery_seconds", round(seconds, 1))
         record("steps_again", lost)
         assert lost <= EVERY, f"{lost} steps were done again: {self.job.output()}"
@@ -150,7 +151,8 @@ class Supervised:
         assert seconds <= limit, f"{seconds:.1f} s, not {limit:.1f}: {self.job.output()}"
 
     def finish(self, undisturbed: list[float]) -> Finished:
-        """Starts it again, without a pause in any step: it does the rest, and ends with 0."""
+        """Start it again, without a pause in any step: it does the remaining steps and exits with
+        0."""
         done = self.start(env=NO_PACE).wait(TEST_SECONDS)
         assert done.returncode == 0, done
         self.check_curve(undisturbed)
@@ -158,7 +160,7 @@ class Supervised:
         return done
 
     def check_curve(self, undisturbed: list[float]) -> None:
-        """Each step until now once, and the losses of the undisturbed run."""
+        """Check that each step so far was done once, with the losses of the undisturbed run."""
         lines = self.lines()
         assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
         assert [line["loss"] for line in lines] == pytest.approx(
@@ -166,16 +168,16 @@ class Supervised:
         )
 
     def interrupt(self) -> Finished:
-        """As Ctrl-C does."""
+        """Interrupt it, as Ctrl-C does."""
         os.kill(self.supervisor(), signal.SIGINT)
         return self.job.wait(15)
 
     def world_sizes(self, since: float) -> list[int]:
-        """Of the starts after a time."""
+        """Return the world sizes of the starts after a time."""
         return [start["world_size"] for start in self.starts() if start["time"] > since]
 
     def supervisor(self) -> int:
-        """Its process id on this machine."""
+        """Return its process ID on this machine."""
         (found,) = [
             process.pid
             for process in self.cluster.processes(self.host, containing="hvdtrain.cli launch")

@@ -1,4 +1,4 @@
-"""Tiny tasks for tests, named to the app as `tests.support.tasks:CLASS`."""
+"""Tiny tasks for tests: `tests.support.tasks:CLASS`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INJECTED = "injected failure"
 
 
 class Regression:
-    """A linear model on noise-free data; a few milliseconds a step, about 10 parameters."""
+    """A linear model on noise-free data; a few ms/step, about 10 parameters."""
 
     defaults: ClassVar[dict[str, Any]] = {"train.steps": 10, "optim.lr": 0.01}
 
@@ -43,7 +43,7 @@ class Regression:
 
 
 class Forking(Regression):
-    """Leaves behind a daemon process and a pool of processes, all forked."""
+    """Leave a daemon process and a pool of processes behind, all forked."""
 
     def datasets(self) -> Datasets:
         context = multiprocessing.get_context("fork")
@@ -67,7 +67,7 @@ class IgnoresConfig(Regression):
 
 
 class Large(Regression):
-    """Its loss wants more memory than any host has, of micro-batches beyond `most` samples."""
+    """A loss that needs more memory than any host has, for micro-batches above `most` samples."""
 
     most = 0
 
@@ -82,14 +82,14 @@ class LargeBeyondFour(Large):
 
 
 class Half(Regression):
-    """Its parameters are float16."""
+    """A model with float16 parameters."""
 
     def model(self) -> nn.Module:
         return super().model().half()
 
 
 class Overfitted(Regression):
-    """Validates against half of what is to be learnt: the loss falls, and rises again."""
+    """Validation on half of the target, so that the validation loss falls and then rises."""
 
     def datasets(self) -> Datasets:
         train = super().datasets().train
@@ -99,9 +99,9 @@ class Overfitted(Regression):
 
 
 class Failing(Regression):
-    """Raises on one rank in one step: HVDTRAIN_TEST_FAIL=rank:step, steps counted from 1.
+    """Raise on one rank in one step: HVDTRAIN_TEST_FAIL=rank:step, steps counted from 1.
 
-    Steps are counted by calls, so a rank must have one micro-batch a step.
+    Steps are counted by calls, so a rank must have one micro-batch per step.
     """
 
     def __init__(self) -> None:
@@ -124,9 +124,9 @@ def _wait_for_checkpoint() -> None:
 
 
 class Slow(Regression):
-    """Regression whose micro-batches take a while: time to injure a run between two steps.
+    """Regression with slow micro-batches, so that tests can disturb a run between two steps.
 
-    HVDTRAIN_TEST_PACE: seconds of a micro-batch (default 0.05).
+    HVDTRAIN_TEST_PACE: seconds per micro-batch (default 0.05).
     """
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ class Slow(Regression):
 
 
 class Uneven(Slow):
-    """Slow, and rank 1 takes twice as long."""
+    """Slow; rank 1 takes twice as long."""
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         if launched_rank() == 1:
@@ -146,8 +146,8 @@ class Uneven(Slow):
 class NotFinite(Regression):
     """A loss that is NaN in some steps, in one micro-batch of one rank.
 
-    HVDTRAIN_TEST_NAN=4,5 names the steps, counted from 1; 4- means all from 4 on. With
-    `TINY_BATCHES` micro-batches a step, on one rank or as many on each.
+    HVDTRAIN_TEST_NAN=4,5 names the steps, counted from 1; 4- means all from 4 on. Requires
+    `TINY_BATCHES` micro-batches per step, on one rank or on as many ranks.
     """
 
     TINY_BATCHES = 4
@@ -159,7 +159,7 @@ class NotFinite(Regression):
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         import horovod.torch as hvd
 
-        _wait_for_checkpoint()  # the test looks at the state after each step
+        _wait_for_checkpoint()  # the test reads the state after each step
         passes = self.TINY_BATCHES // hvd.size()
         step, number = divmod(self._calls, passes)
         self._calls += 1
@@ -176,7 +176,7 @@ class NotFinite(Regression):
 
 
 class Signalled(LanguageModel):
-    """The language model; a rank gets signals from itself.
+    """The language model; a rank sends signals to itself.
 
     HVDTRAIN_TEST_SIGNAL=SIGTERM:9,SIGKILL:14:1 sends them in the 9th micro-batch of rank 0's
     process and in the 14th of rank 1's, counted from 1.
@@ -194,19 +194,20 @@ class Signalled(LanguageModel):
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         self._calls += 1
         if self._calls in self._signals:
-            _wait_for_checkpoint()  # tests say from which one the run continues
+            _wait_for_checkpoint()  # tests state from which one the run continues
             if self._calls > min(self._signals):
-                time.sleep(1.1)  # sooner, it would count as one with the first
+                time.sleep(1.1)  # earlier, it would count as the same signal
             os.kill(os.getpid(), signal.Signals[self._signals[self._calls]])
         return super().loss(model, batch)  # type: ignore[arg-type]
 
 
 class Paced(Regression):
-    """Regression with a BatchNorm before it; each micro-batch takes a while.
+    """Regression after a BatchNorm; each micro-batch takes a while.
 
-    HVDTRAIN_TEST_PACE: seconds of a micro-batch (default 0.1).
-    HVDTRAIN_TEST_HANG=3:50,2:90:8: process 3 (as its launcher counts) gets stuck in its 50th
-    micro-batch, for ever in a lock, and process 2 in its 90th, computing for 8 s.
+    HVDTRAIN_TEST_PACE: seconds per micro-batch (default 0.1).
+
+    HVDTRAIN_TEST_HANG=3:50,2:90:8: process 3 (launcher's number) hangs in its 50th micro-batch,
+    forever in a lock, and process 2 in its 90th, computing for 8 s.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"train.steps": 1500, "optim.lr": 0.001}
@@ -246,7 +247,7 @@ class WithHelpers(Paced):
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls_before_fork = 3  # helpers hold the sockets of the exchange, too
+        self._calls_before_fork = 3  # helpers also hold the exchange's sockets
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         if self._calls == self._calls_before_fork:
@@ -259,10 +260,10 @@ class WithHelpers(Paced):
 
 
 class Flipped(Regression):
-    """One bit of one rank's state flips between two steps.
+    """Flip one bit of one rank's state between two steps.
 
-    HVDTRAIN_TEST_FLIP=rank:step:what,... flips a bit of a weight, or of the entry `what`
-    of the optimizer's state (exp_avg), right after the optimizer's step.
+    HVDTRAIN_TEST_FLIP=rank:step:what,... flips a bit of a weight, or of the entry `what` of the
+    optimizer's state (exp_avg), right after the optimizer's step.
     """
 
     def __init__(self) -> None:
@@ -280,7 +281,7 @@ class Flipped(Regression):
     def _flip(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         parameter = optimizer.param_groups[0]["params"][0]
         state = optimizer.state[parameter]
-        # Popped, as Horovod's optimizer calls the hook twice.
+        # Popped, because Horovod's optimizer calls the hook twice.
         what = self._flips.pop(int(state["step"]), None)
         if what is not None:
             tensor = parameter.data if what == "weight" else state[what]
@@ -288,7 +289,8 @@ class Flipped(Regression):
 
 
 class Sampled(Regression):
-    """Its sample is HVDTRAIN_TEST_SAMPLE, with Python's escapes; where that is empty, it raises."""
+    """A task whose sample is HVDTRAIN_TEST_SAMPLE, with Python's escapes; it raises if that is
+    empty."""
 
     def sample(self, model: nn.Module) -> str:
         text = os.environ["HVDTRAIN_TEST_SAMPLE"]
@@ -298,10 +300,10 @@ class Sampled(Regression):
 
 
 class BlockedDisk(Regression):
-    """Saves hang: the writer's thread does not get back from its first fsync.
+    """Saves hang: the writer's thread does not return from its first fsync.
 
-    HVDTRAIN_TEST_BLOCKED=patience or patience:seconds: how long the end of the run waits for it,
-    and how long the disk is blocked (default: for ever).
+    HVDTRAIN_TEST_BLOCKED=limit or limit:seconds: how long the end of the run waits for it, and how
+    long the disk is blocked (default: forever).
     """
 
     def __init__(self) -> None:
@@ -322,10 +324,10 @@ class BlockedDisk(Regression):
 
 
 class FullDisk(Regression):
-    """Fills the disk that holds the run in some steps.
+    """Fill the run's disk in some steps.
 
     HVDTRAIN_TEST_FULL=directory:first:last fills it before step `first`, counted from 1, and frees
-    it after step `last`. With one rank and one micro-batch a step.
+    it after step `last`. Requires one rank and one micro-batch per step.
     """
 
     def __init__(self) -> None:
@@ -346,7 +348,7 @@ class FullDisk(Regression):
 
 
 class SlowWhile(LanguageModel):
-    """The language model; each micro-batch takes a while, as long as a file is there.
+    """The language model with slow micro-batches while a file exists.
 
     HVDTRAIN_TEST_SLOW=seconds:PATH, so that there is time to disturb the job.
     """

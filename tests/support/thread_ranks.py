@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process, and exchange by memory: any number, any death."""
+"""Ranks as threads of this process that exchange through memory: any number, any death."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Death:
     """Ranks that die in an exchange.
 
     Args:
-        ranks: which.
-        at: how the exchange's name begins; the `count`-th one of these.
-        heard: the ranks to which its result comes all the same; the others see it fail.
+        ranks: the ranks.
+        at: prefix of the exchange's name; they die in the `count`-th exchange with it.
+        heard: ranks that receive the result nevertheless; the other ranks see it fail.
     """
 
     ranks: tuple[int, ...]
@@ -42,7 +42,7 @@ class World:
     """The ranks of one generation.
 
     Args:
-        death: in this generation.
+        death: death in this generation.
     """
 
     def __init__(self, size: int, death: Death | None = None) -> None:
@@ -53,7 +53,7 @@ class World:
         self._lost = False
 
     def exchange(self, rank: int, name: str, value: Any) -> list[Any]:
-        """Every rank's value, in the order of the ranks."""
+        """Return every rank's value, in rank order."""
         death = self._death
         with self._lock:
             number = next(n for n in range(10**6) if rank not in self._given.get((name, n), {}))
@@ -97,7 +97,7 @@ def _broadcast_tensors(tensors: dict[str, Tensor], name: str, root: int = 0) -> 
 
 
 def exchange(name: str, value: Any) -> list[Any]:
-    """Every rank's value; in a thread of `on_ranks`."""
+    """Return every rank's value; called in a thread of `on_ranks`."""
     world: World = _place.world
     return world.exchange(_place.rank, name, value)
 
@@ -115,10 +115,10 @@ def _patched() -> Iterator[None]:
 
 
 def on_ranks(work: Sequence[Callable[[], Any]], death: Death | None = None) -> list[Any]:
-    """Calls one function a rank, each in a thread.
+    """Call one function per rank, each in a thread.
 
     Returns:
-        What each returned, or the RankLostError or DiedError that it raised.
+        Each rank's result, or the RankLostError or DiedError that it raised.
     """
     world = World(len(work), death)
     results: list[Any] = [AssertionError("it has not ended")] * len(work)

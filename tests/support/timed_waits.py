@@ -1,4 +1,4 @@
-"""Counts the waits of a rank along the axes of a model that torch splits, for a test."""
+"""Count the waits of a rank along the axes of a model that torch splits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def _model() -> nn.Sequential:
 
 
 def count_waits() -> dict[str, int]:
-    """Of a forward and a backward pass: FSDP's in forward and after it, and DTensor's."""
+    """Count the waits of a forward and a backward pass: FSDP's in forward and afterwards, and
+    DTensor's."""
     found = {}
     model, mesh = _model(), init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
     apply_shard(model, [*model], mesh, Sharding())

@@ -12,25 +12,25 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# A process that has imported these forks the ranks: it runs no threads, as pytest's may.
+# A process that has imported these forks the ranks: unlike pytest, it runs no threads.
 _PRELOAD = ["torch.distributed.tensor", "torch.distributed.fsdp", "hvdtrain.models.gpt"]
 
 
 def on_torch_ranks(
     size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0
 ) -> list[Any]:
-    """Calls `function(*args)` on each rank of a gloo world of `size`, one thread each.
+    """Call `function(*args)` on each rank of a gloo world of `size`, with one thread each.
 
     Args:
-        function: of a module that can be imported; it uses torch.distributed's default group.
-        args, and what it returns: can be pickled.
-        timeout: seconds for all of it.
+        function: function of an importable module; it uses torch.distributed's default group.
+        args: picklable, like the result.
+        timeout: seconds for everything.
 
     Returns:
-        What each rank returned, in their order.
+        Each rank's result, in rank order.
 
     Raises:
-        AssertionError: a rank failed (with its traceback), or has not ended in time.
+        AssertionError: a rank failed (with its traceback), or did not end in time.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -73,7 +73,7 @@ def _rank(
             timeout=limit,
         )  # fmt: skip
         end.send((True, function(*args)))
-        dist.barrier()  # gloo fails a rank that still talks when its peer ends
+        dist.barrier()  # gloo fails a rank that still communicates when its peer ends
     except BaseException:
         end.send((False, traceback.format_exc()))
 

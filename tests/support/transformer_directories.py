@@ -17,7 +17,7 @@ from hvdtrain.tasks.huggingface import HuggingFace
 from hvdtrain.tasks.huggingface_config import HuggingFaceTaskConfig
 from tests.support.runs import CORPUS
 
-# Positions and vocabulary of each; without dropout but for GPT-2.
+# Positions and vocabulary of each; only GPT-2 has dropout.
 POSITIONS, VOCABULARY = 64, 320
 _SIZES: dict[str, dict[str, Any]] = {
     "llama": {
@@ -51,12 +51,12 @@ _CLASSES = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "bert": "Ber
 
 
 def make(directory: Path, layout: str, class_name: str = "", **facts: Any) -> Path:
-    """A directory with config.json, model.safetensors and a tokenizer.
+    """Make a directory with config.json, model.safetensors and a tokenizer.
 
     Args:
         layout: llama, gpt2 or bert.
-        class_name: of transformers; default: what each layout is trained as first.
-        facts: of config.json, beside the sizes.
+        class_name: class of transformers; default: the first training class of each layout.
+        facts: more keys of config.json.
     """
     import transformers  # takes seconds
 
@@ -100,14 +100,14 @@ def _word_pieces() -> Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
     )
-    # As some files have it: hvdtrain must not cut or pad so.
+    # As in some files: hvdtrain must not truncate or pad like this.
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=128)
     return tokenizer
 
 
 def answers(file: Path, lines: int = 60) -> Path:
-    """Prompts of several lengths, and their first words in capitals."""
+    """Return prompts of several lengths, and their first words in capitals."""
     rows = []
     for number in range(lines):
         words = ["license", "work", "grant", "the", "you"][number % 5 :]
@@ -116,7 +116,7 @@ def answers(file: Path, lines: int = 60) -> Path:
 
 
 def labeled(file: Path, lines: int = 60) -> Path:
-    """Texts of several lengths, which either do or do not begin with one word."""
+    """Return texts of several lengths, some of which begin with one word."""
     rows = []
     for number in range(lines):
         first = "License" if number % 2 else "Work"
@@ -126,19 +126,19 @@ def labeled(file: Path, lines: int = 60) -> Path:
 
 
 def write(file: Path, rows: list[Any]) -> Path:
-    """One line for each; text is written as it is."""
+    """Write one line for each; text is written unchanged."""
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
     file.write_text("\n".join(lines) + "\n")
     return file
 
 
 class KilledHuggingFace(HuggingFace):
-    """HVDTRAIN_TEST_KILL=process:call: that process gets SIGKILL in that training micro-batch."""
+    """HuggingFace; HVDTRAIN_TEST_KILL=process:call sends SIGKILL in that training micro-batch."""
 
     def __init__(self, config: HuggingFaceTaskConfig) -> None:
         super().__init__(config)
         process, self._last = os.environ["HVDTRAIN_TEST_KILL"].split(":")
-        # As it was at the start: a process of an elastic run prepares as a world of one.
+        # As at the start: a process of an elastic run prepares as a world of one.
         self._killed = process == psutil.Process().environ().get("HOROVOD_RANK")
         self._calls = 0
 

@@ -1,4 +1,4 @@
-"""Tasks whose models do what most models do not, named as `tests.support.unusual:CLASS`."""
+"""Tasks whose models behave unusually: `tests.support.unusual:CLASS`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.tasks import FEATURES, Regression
 
 
 class HalfAsleep(Regression):
-    """A part of the model is kept in eval mode by the task: its statistics stay as they are."""
+    """The task keeps a part of the model in eval mode, so its statistics do not change."""
 
     def model(self) -> nn.Module:
         asleep = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Dropout(0.5)).eval()
@@ -36,7 +36,7 @@ class Rebound(nn.Module):
 
 
 class Poisoned(Regression):
-    """NaN comes with the data, in one sample, and goes through every statistic of the model."""
+    """One sample contains NaN, which reaches every statistic of the model."""
 
     def datasets(self) -> Datasets:
         rows = super().datasets().train
@@ -50,7 +50,7 @@ class Poisoned(Regression):
 
 
 class Drawing(Regression):
-    """A loss that draws random numbers in evaluation too, as a diffusion model's does."""
+    """A loss that draws random numbers in evaluation too, as in diffusion models."""
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         noise = torch.randn_like(batch[:, :-1])
@@ -69,13 +69,13 @@ class RowMajor(_Images):
     def model(self) -> nn.Module:
         return nn.Sequential(
             nn.Conv2d(2, 6, 2, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 2),
-            # Last and without a bias: Horovod looks at the first of a bucket alone.
+            # Last and without a bias: Horovod checks only the first parameter of a bucket.
             nn.Conv2d(4, 1, 2, bias=False), nn.Flatten(),
         )  # fmt: skip
 
 
 class ChannelsLast(RowMajor):
-    """The same, their weights with channels last in memory."""
+    """The same, with channels_last weights."""
 
     def model(self) -> nn.Module:
         return super().model().to(memory_format=torch.channels_last)
@@ -112,7 +112,7 @@ class _Table(nn.Module):
 
 
 class SparseGradient(Regression):
-    """Sparse gradients that no module tells of."""
+    """Sparse gradients that no module declares."""
 
     def model(self) -> nn.Module:
         return _Table()
@@ -140,7 +140,7 @@ class Reentrant(Regression):
 
 
 class ThawedLate(Regression):
-    """A parameter that was frozen when the model was made, and is to be trained then."""
+    """A parameter that was frozen when the model was created, and is trained later."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -169,7 +169,7 @@ class Grouped(Regression):
 
 
 class Weighted(Regression):
-    """A loss that is a sum over some of the rows, and their number."""
+    """A loss that is a sum over some of the rows, with their number."""
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Any]:
         rows = batch[batch[:, 0] > -1]
@@ -178,7 +178,7 @@ class Weighted(Regression):
 
 
 class WeightedAndPoisoned(Poisoned):
-    """BatchNorm, a step that is skipped, and weights that are no whole numbers."""
+    """BatchNorm, a skipped step, and weights that are not integers."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1))
@@ -190,7 +190,7 @@ class WeightedAndPoisoned(Poisoned):
 
 
 class SometimesWeighted(Weighted):
-    """In a micro-batch that has all of its rows it is a mean."""
+    """A loss that is a mean for micro-batches with all of their rows."""
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Any]:
         total, rows = super().loss(model, batch)["loss"]
@@ -198,7 +198,7 @@ class SometimesWeighted(Weighted):
 
 
 class _Rows(IterableDataset[Tensor]):
-    """Rows in an order of their own, which is another in each epoch."""
+    """Rows in their own order, which changes with each epoch."""
 
     def __init__(self, rows: Tensor, missing: int = 0) -> None:
         self._rows = rows
@@ -224,6 +224,6 @@ class Streamed(Regression):
 
 
 class StreamedShort(Streamed):
-    """The last two of its samples are not there."""
+    """A dataset that lacks its last two samples."""
 
     MISSING = 2

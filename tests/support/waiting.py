@@ -1,4 +1,4 @@
-"""A process that tells what it was started with, waits, and ends with 7 at SIGUSR1."""
+"""A process that prints how it was started, waits, and exits with 7 at SIGUSR1."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""A python whose ranks start at once: forked from processes that have imported torch already.
+"""A `python` whose ranks start immediately, forked from processes that have imported torch.
 
-Importing torch is most of what a rank of a tiny run does: seconds of a core, for each rank of
-each run. `python(...) -m hvdtrain.train FLAGS` is `python -m hvdtrain.train FLAGS` with the same
-flags, environment, processors, directory and open files, and looks like it from outside;
-warm_rank.py stands in its place, passes signals on to it and ends as it ends. What differs: a
-rank's parent is not its launcher, and all that one parent forks share one seed of hashes: on this
-machine the ranks of even number of a job, and those of odd number; on a host of a cluster all of
-its ranks. What judges starts, or signals from outside, takes sys.executable.
+Importing torch takes most of the time of a tiny run's rank: seconds of CPU time for each rank of
+each run. `python(...) -m hvdtrain.train FLAGS` behaves like `python -m hvdtrain.train FLAGS`, with
+the same flags, environment, processors, directory and open files, and looks the same from outside;
+warm_rank.py takes its place, forwards signals to it and ends as it ends. Differences: a rank's
+parent is not its launcher, and all ranks that one parent forks share one hash seed: on this machine
+the even ranks of a job, and the odd ranks; on a host of a cluster all of its ranks. Tests of
+process starts, or of signals from outside, use sys.executable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hvdtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _PARENTS = 2
-_ROOM = 4096  # bytes; of a rank's command line, and a quarter of those of its environment
+_ROOM = 4096  # bytes for a rank's command line, and a quarter of the bytes for its environment
 _PRELOAD = [
     *("docstring_parser", "numpy.random", "hvdtrain.run.generation", "hvdtrain.data.text"),
     *("hvdtrain.data.packed", "hvdtrain.models.sampling", "tests.support.tasks"),
@@ -43,10 +43,10 @@ _PRELOAD = [
 
 
 def python(ranks: int) -> str:
-    """The path of a command that is to be followed by -m, the name of a module and its flags.
+    """Return the path of a command to be followed by -m, a module name and its flags.
 
     Args:
-        ranks: of the job.
+        ranks: number of ranks of the job.
     """
     for number in range(min(_PARENTS, ranks)):
         _parent(number)
@@ -54,11 +54,11 @@ def python(ranks: int) -> str:
 
 
 def write_command(path: Path, sockets: Path, parents: int) -> None:
-    """Writes the command that has a rank forked.
+    """Write the command that has a rank forked.
 
     Args:
-        sockets: where those of the parents are, as the command finds them.
-        parents: among which the ranks of a job are assigned by their numbers.
+        sockets: location of the parents' sockets, as the command sees them.
+        parents: number of parents, to which a job's ranks are assigned by number.
     """
     rank = Path(__file__).with_name("warm_rank.py")
     words = [sys.executable, "-I", "-S", str(rank), str(sockets), str(parents)]
@@ -69,10 +69,10 @@ def write_command(path: Path, sockets: Path, parents: int) -> None:
 def start_parent(
     socket_path: Path, environment: Mapping[str, str], prefix: Sequence[str] = ()
 ) -> subprocess.Popen[bytes]:
-    """Starts one, which ends with this process. Who comes before it has imported waits.
+    """Start a parent, which ends with this process; early clients wait until it has imported torch.
 
     Args:
-        socket_path: as this process finds it.
+        socket_path: as this process sees it.
         prefix: a command that runs another one elsewhere.
     """
     with socket.socket(socket.AF_UNIX) as listener:
@@ -81,7 +81,7 @@ def start_parent(
         words = [sys.executable, "-m", "tests.support.warm", str(listener.fileno())]
         return subprocess.Popen(
             [*prefix, *words, " " * _ROOM],
-            stdin=subprocess.PIPE,  # closed with this process, however it ends
+            stdin=subprocess.PIPE,  # closed when this process ends, however it ends
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
             start_new_session=True,
@@ -109,11 +109,11 @@ def _parent(number: int) -> subprocess.Popen[bytes]:
 
 
 class Parent:
-    """Forks a rank for each who connects; kills it when they go."""
+    """Fork a rank for each client; kill the rank when the client disconnects."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self._ranks: dict[int, tuple[int, socket.socket]] = {}  # by connection: its rank
+        self._ranks: dict[int, tuple[int, socket.socket]] = {}  # connection -> its rank
         self._poll = select.poll()
         for descriptor in (0, listener.fileno()):
             self._poll.register(descriptor, select.POLLIN)
@@ -124,7 +124,7 @@ class Parent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> socket.socket | None:
-        """None when standard input is closed; in a rank, once for each, its connection."""
+        """Return None when standard input is closed; in each rank, its connection."""
         while True:
             for descriptor, _ in self._poll.poll():
                 if descriptor == 0:
@@ -143,10 +143,10 @@ class Parent:
     def _fork(self, connection: socket.socket) -> int:
         pid = os.fork()
         if pid:
-            with suppress(OSError):  # its command was killed: poll() tells so
+            with suppress(OSError):  # its command was killed, as poll() reports
                 connection.sendall(f"{pid}\n".encode())
             self._ranks[connection.fileno()] = pid, connection
-            self._poll.register(connection.fileno(), 0)  # nothing but that its end is closed
+            self._poll.register(connection.fileno(), 0)  # closed
             return pid
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -163,27 +163,27 @@ class Parent:
                     self._poll.unregister(descriptor)
 
     def _bury(self) -> None:
-        """Tells the commands of ranks that ended how."""
+        """Report the exit codes of ended ranks to their commands."""
         for descriptor, (pid, connection) in list(self._ranks.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if not ended:
                 continue
             del self._ranks[descriptor]
-            with suppress(KeyError, OSError):  # its command was killed, and it for that
+            with suppress(KeyError, OSError):  # its command was killed, and therefore the rank
                 self._poll.unregister(descriptor)
                 connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
             connection.close()
 
 
 def _become(connection: socket.socket) -> list[str]:
-    """Takes over what the command in this one's place was started with; returns its arguments."""
+    """Adopt the state with which the replaced command was started; return its arguments."""
     head, files, _, _ = socket.recv_fds(connection, 16, 3)
     with connection, connection.makefile("rb") as stream:
         request = json.loads(stream.read(int(head)))
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    Heartbeat.__init__(HEARTBEAT)  # the parent's memory is shared by all that it forks
+    Heartbeat.__init__(HEARTBEAT)  # the parent's memory is shared by all forked ranks
     os.setsid()
     os.sched_setaffinity(0, request["processors"])
     os.environ.clear()
@@ -200,10 +200,10 @@ def _become(connection: socket.socket) -> list[str]:
 
 
 def _seem(words: Sequence[str], environment: Sequence[str]) -> None:
-    """Has this process's command line and environment read like these from outside.
+    """Make this process's command line and environment look like these from outside.
 
-    Both lie where the kernel put those that the process was started with, see
-    https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html; there has to be room.
+    Both are where the kernel put the originals, see
+    https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html; they must fit.
     """
     places = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]
     arguments, arguments_end, variables, variables_end = map(int, places)
@@ -226,7 +226,7 @@ def main(descriptor: str) -> None:
     if connection is None:
         return
     _, module, *sys.argv[1:] = _become(connection)
-    sys.modules.pop(module, None)  # runpy warns of it
+    sys.modules.pop(module, None)  # otherwise runpy warns
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -1,6 +1,6 @@
-"""In the place of a rank that warm.py forks: warm_rank.py DIRECTORY PARENTS -m MODULE [FLAGS].
+"""Stand-in for a rank that warm.py forks: warm_rank.py DIRECTORY PARENTS -m MODULE [FLAGS].
 
-Takes no module but the system's, so that it starts at once.
+Uses only the standard library, so that it starts immediately.
 """
 
 import json
@@ -16,13 +16,13 @@ _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 def main(directory: str, parents: str, *arguments: str) -> None:
-    """Ends as the rank does, by the same signal where one ended it."""
+    """End as the rank ends, with the same signal if a signal ended it."""
     rank = 0
     early: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         if rank:
-            with suppress(ProcessLookupError):  # it has ended, and its code is on its way
+            with suppress(ProcessLookupError):  # it has ended, and its exit code will arrive
                 os.kill(rank, number)
         else:
             early.append(number)

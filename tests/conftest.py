@@ -1,4 +1,4 @@
-"""Deals tests to the workers of pytest-xdist."""
+"""Scheduling of tests on the workers of pytest-xdist."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each test by itself goes to a worker that is free.
+    """Assign each test to a free worker.
 
-    Those of a file that share something go together: each worker would do its run anew.
+    Tests of a file that share a run go together, because each worker would repeat the run.
     """
-    # --dist loadgroup would do, but pytest 9 does not show xdist's groups to its scheduler.
+    # --dist loadgroup would suffice, but pytest 9 does not show xdist's groups to its scheduler.
     from xdist.scheduler import LoadScopeScheduling
 
     @functools.cache

@@ -38,7 +38,7 @@ from hvdtrain.files import sync_directory, write_atomic, write_synced
 from hvdtrain.runtime.tensor_shards import ShardPosition
 
 # Longest wait for the files of other ranks: a file system may hang for a minute.
-_OTHERS_PATIENCE_S = 120.0
+_OTHERS_TIMEOUT_S = 120.0
 _LOOK_SECONDS = 0.05
 # Suffix in the hidden directory only: size and sha256 of a file that another rank has finished.
 _SUM = ".sum"
@@ -155,7 +155,7 @@ def _sums_of_others(directory: Path, shared: SharedDirectory) -> dict[str, dict[
     Raises:
         OSError: a file has not arrived in time.
     """
-    deadline = time.monotonic() + _OTHERS_PATIENCE_S
+    deadline = time.monotonic() + _OTHERS_TIMEOUT_S
     sums = {}
     for name in (f"{other}{TENSORS}" for other in shared.others):
         found = directory / f"{name}{_SUM}"

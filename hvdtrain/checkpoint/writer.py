@@ -17,7 +17,7 @@ from hvdtrain.log import logger
 
 # Longest wait for a save: a file system may hang for a minute, and a slow one writes at
 # _SLOWEST.
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 _SLOWEST = 10e6  # bytes/s
 _QUICKLY_TOUCHED = 64 << 20  # bytes; a smaller save need not wait for `prepare`
 
@@ -138,7 +138,7 @@ class CheckpointWriter:
 
     def wait_limit(self) -> float:
         """The longest wait for the save in progress, in seconds."""
-        return PATIENCE_S + _size(self._staging) / _SLOWEST
+        return TIMEOUT_S + _size(self._staging) / _SLOWEST
 
     def wait(self, deadline: float = math.inf) -> bool:
         """Wait for the save in progress, with a timeout of `wait_limit`.

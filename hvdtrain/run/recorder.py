@@ -32,8 +32,8 @@ from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.sinks import BackgroundSink, build_sinks
 
 # Wait for the sinks at the end; the short one if another process waits for this one to end.
-_PATIENCE_S = 10.0
-_SHORT_PATIENCE_S = 2.0
+_SINKS_TIMEOUT_S = 10.0
+_SHORT_SINKS_TIMEOUT_S = 2.0
 _CONFIRM_S = 5.0  # to confirm that this process still owns the run
 # Wait for a save in progress when a generation has ended; the save is lost if it takes longer.
 _LAST_SAVE_SECONDS = 10.0
@@ -206,7 +206,8 @@ class RunRecorder:
         if self._sinks_ended:
             return
         self._sinks_ended = True
-        deadline = time.monotonic() + (_PATIENCE_S if exit_code == 0 else _SHORT_PATIENCE_S)
+        limit = _SINKS_TIMEOUT_S if exit_code == 0 else _SHORT_SINKS_TIMEOUT_S
+        deadline = time.monotonic() + limit
         for sink in self.sinks:
             sink.close(exit_code)
         for sink in self.sinks:

@@ -41,7 +41,7 @@ COLUMNS = (
 )
 KINDS = ("data", "compute", "checkpoint")
 # Number of consecutive exchanges after which a rank is reported as slow, or as no longer slow.
-PATIENCE = 3
+CONSECUTIVE = 3
 # Fraction of the wall time; a rank that costs less is not reported.
 _SIGNIFICANT = 0.05
 
@@ -142,7 +142,7 @@ class _Slow:
             behind[group] -= own[group].nanmedian(dim=0).values
         slow = (found < self._threshold) & (costs > _SIGNIFICANT * wall)
         self._in_a_row = torch.where(slow != self._slow, self._in_a_row + 1, 0)
-        changed = self._in_a_row >= PATIENCE
+        changed = self._in_a_row >= CONSECUTIVE
         self._in_a_row[changed] = 0
         self._slow ^= changed
         changes = []
@@ -213,7 +213,7 @@ class DataWatch:
     def look(self, table: Tensor) -> float | None:
         """The median rank's loading time as a multiple of its forward and backward time.
 
-        None if the ratio is at most 1, has not been above 1 PATIENCE times in a row, or was
+        None if the ratio is at most 1, has not been above 1 CONSECUTIVE times in a row, or was
         reported before.
 
         Args:
@@ -223,6 +223,6 @@ class DataWatch:
         ratio = float((column(table, "data") / computing).nanmedian())
         if ratio > 1:
             self._in_a_row += 1
-        elif self._in_a_row < PATIENCE:
+        elif self._in_a_row < CONSECUTIVE:
             self._in_a_row = 0
-        return ratio if ratio > 1 and self._in_a_row == PATIENCE else None
+        return ratio if ratio > 1 and self._in_a_row == CONSECUTIVE else None

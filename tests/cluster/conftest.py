@@ -1,4 +1,4 @@
-"""Two hosts, node1 and node2, for all tests of this directory."""
+"""Two hosts, node1 and node2, for all tests in this directory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def two_hosts() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(two_hosts: Cluster) -> Iterator[Cluster]:
-    """The two hosts; a rank that outlives its test by 10 s is killed and fails the test."""
+    """The two hosts; a rank that outlives its test by 10 s is killed, and the test fails."""
     yield two_hosts
     deadline = time.monotonic() + 10
     while (left := two_hosts.ranks()) and time.monotonic() < deadline:
@@ -44,7 +44,7 @@ def cluster(two_hosts: Cluster) -> Iterator[Cluster]:
 @pytest.fixture
 def runs(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
     """An empty directory for this test's runs, which both hosts see."""
-    # With the file's name: two files may have a test of the same name.
+    # Include the file's name: two files may have a test of the same name.
     directory = cluster.shared / re.sub(r"\W+", "-", request.node.nodeid.rpartition("/")[2])
     directory.mkdir()
     return directory
@@ -52,16 +52,16 @@ def runs(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """metrics.jsonl of a run of `PACED` that nothing happened to: one process, no launcher."""
+    """metrics.jsonl of an undisturbed run of `PACED`: one process, no launcher."""
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent  # that of all workers: the first of them does the run
+        base = base.parent  # shared by all workers: the first of them does the run
     root = base / "reference"
     with (base / "reference.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not root.exists():
             arguments = f"{PACED} --run.root {root} --run.id case".split()
-            # The schedule is that of the disturbed runs, so all their steps are done here.
+            # The schedule equals that of the disturbed runs, so all their steps are done here.
             done = run(root / "output", arguments, env={"HVDTRAIN_TEST_PACE": "0"}, timeout=120)
             assert done.returncode == 0, done
     return metrics(root / "case")
@@ -69,7 +69,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def job(cluster: Cluster, runs: Path) -> Iterator[Callable[..., ElasticJob]]:
-    """Starts elastic jobs on the two hosts, and ends what a failed test leaves."""
+    """Start elastic jobs on the two hosts, and end what a failed test leaves."""
     jobs = []
 
     def start(**arguments: object) -> ElasticJob:
@@ -96,7 +96,7 @@ def undisturbed(
 
 @pytest.fixture
 def supervised(one_run: Supervised) -> Supervised:
-    """That run, under a supervisor."""
+    """The run of `undisturbed` under a supervisor."""
     if not one_run.job.running():
         one_run.start()
     return one_run

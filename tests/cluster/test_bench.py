@@ -25,7 +25,7 @@ def test_bench_allreduce_measures_every_side_between_hosts(cluster: Cluster, run
     found = [(row["bytes"], row["side"]) for row in report["rows"]]
     assert found == [(size, side) for size in (4096, 1 << 20) for side in SIDES]
     for row in report["rows"]:
-        assert row["busbw_gb_per_s"] == row["algbw_gb_per_s"] > 0  # of 2 ranks they are one
+        assert row["busbw_gb_per_s"] == row["algbw_gb_per_s"] > 0  # with 2 ranks they are the same
         sent = row["algbw_gb_per_s"] * row["seconds"] * 1e9
         assert sent == pytest.approx(row["bytes"])
         references = {"MPI_Allreduce", "torch gloo"} if row["side"].startswith("Horovod") else set()
@@ -54,4 +54,4 @@ def test_bench_exchange_compares_a_strategy_with_no_exchange(cluster: Cluster, r
     assert 0 < float16["loss"] == float16["loss_at_equal_seconds"] < 6
     assert 0 < float16["validation_loss"] < 6
     assert plot.read_text().startswith("<svg")
-    assert list(root.iterdir()) == []  # it leaves nothing
+    assert list(root.iterdir()) == []  # no files remain

@@ -1,4 +1,4 @@
-"""The hosts that the other tests use, without any training."""
+"""The hosts of the cluster tests, without training."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ def test_ended_owner_leaves_no_trace(cluster: Cluster, end: signal.Signals) -> N
     owner.wait(20)
     assert len(pids) == 2
     poll(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids), 10, "the hosts' end")
-    with Cluster([]):  # any later start removes what a killed one left
+    with Cluster([]):  # any later start removes the leftovers of a killed cluster
         assert not Path(directory).exists()
     assert _machine() == before
 
 
 def _machine() -> dict[str, object]:
-    """All that a cluster must not change."""
+    """State of the machine that a cluster must not change."""
     links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True)
     files = {file: Path(file).read_bytes() for file in ("/etc/hosts", "/etc/ssh/ssh_config")}
     directories = ["/run/netns", "/etc/ssh/ssh_config.d", str(Path.home() / ".ssh")]

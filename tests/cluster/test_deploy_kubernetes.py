@@ -1,6 +1,7 @@
 """The elastic job of `hvdtrain deploy kubernetes`: its containers as plain processes on hosts.
 
-There is no Kubernetes: the test takes the role of its Job controller."""
+There is no Kubernetes: the test acts as its Job controller.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Hosts with the names of pods; the third is off."""
+    """Hosts with the names of pods; the third one is off."""
     reason = namespaces.why_not()
     if reason and os.environ.get("CI") == "true":
         pytest.fail(f"the cluster tests must run in CI: {reason}")
@@ -53,7 +54,7 @@ def pods(cluster: Cluster) -> Pods:
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    """Of metrics.jsonl; one that is being written is left out."""
+    """Return the lines of metrics.jsonl, without an incomplete line."""
     path = run / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]

@@ -1,8 +1,9 @@
-"""`hvdtrain doctor` between two hosts: each fault is injected, named, fixed, and then not found.
+"""`hvdtrain doctor` between two hosts: each fault is injected, reported, fixed, and then absent.
 
 Three faults cannot be injected on one machine: a wrong clock (hosts in namespaces share the
 kernel's clock), a file system without flock, and a faulty GPU. tests/single/test_doctor.py tests
-these with facts as hosts report them."""
+these with simulated facts of hosts.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from tests.support.doctored import (
 )
 from tests.support.namespaces import ENVIRONMENT
 
-# What slows hosts down, such as another test, is a finding too.
+# Load on the hosts, such as another test, is also a finding.
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(150)]
 
 
@@ -67,7 +68,7 @@ def _made(doctor: Examined, fault: Fault) -> Iterator[None]:
 
 
 def _check(doctor: Examined, faults: Sequence[Fault], cwd: Path = REPOSITORY) -> None:
-    """Made, all at once, named, mended, gone."""
+    """Create the faults at once; check that they are reported, fixed and absent."""
     with ExitStack() as mended_by_itself, ExitStack() as undone:
         for fault in faults:
             stack = mended_by_itself if fault.mend == OWN else undone
@@ -109,7 +110,7 @@ def test_doctor_finds_the_python_that_launchers_start(doctor: Examined) -> None:
 
 @pytest.fixture
 def strict(doctor: Examined) -> Iterator[Examined]:
-    """node1 asks for host keys, as ssh does by itself, and has a ~/.ssh of its own."""
+    """node1 checks host keys, as ssh does by default, and has its own ~/.ssh."""
     config = "grep -v -e StrictHost -e UserKnown -e LogLevel /etc/ssh/ssh_config > /tmp/strict"
     doctor.on(
         "node1",
@@ -130,7 +131,7 @@ def test_login_fault_is_named_with_a_fix(
     _check(doctor, [OF_A_LOGIN[name]], cwd=cwd)
 
 
-# nft's own words, of a firewall as distributions set it up.
+# nft rules of a firewall as distributions configure it.
 FIREWALL = (
     "nft add table inet filter; nft 'add chain inet filter input "
     "{ type filter hook input priority 0; policy accept; }'; "
@@ -140,7 +141,7 @@ FIREWALL = (
 
 @contextmanager
 def _firewall(doctor: Examined, rule: str) -> Iterator[None]:
-    """Of node2, against node1."""
+    """Firewall of node2 against node1."""
     doctor.on("node2", FIREWALL + rule)
     try:
         yield
@@ -180,7 +181,7 @@ def test_mtu_mismatch_is_named_with_a_fix(doctor: Examined) -> None:
     doctor.on("node2", "ip link set eth0 mtu 1400")
     try:
         findings = doctor.findings("network")
-        # Of two values the larger one is taken for the right one.
+        # The larger of two values counts as the correct one.
         found = named(findings, "mtu", "node2")
         assert "an MTU of 1400" in found["what"] and found["severity"] == "warning"
         doctor.on("node2", found["mend"])
@@ -212,7 +213,7 @@ def test_slow_direction_of_a_link_is_named(doctor: Examined) -> None:
 
 
 def test_high_latency_of_small_packets_is_named(doctor: Examined) -> None:
-    # Packets of less than 128 bytes leave node2 one by one; larger ones are not held back.
+    # Packets of less than 128 bytes leave node2 one by one; larger ones are not delayed.
     doctor.on(
         "node2",
         "tc qdisc add dev eth0 root handle 1: htb default 1",
@@ -231,13 +232,15 @@ def test_high_latency_of_small_packets_is_named(doctor: Examined) -> None:
 def test_unreachable_interface_that_nccl_prefers_is_named_with_a_fix(
     doctor: Examined,
 ) -> None:
-    gpu = OF_A_HOST["a GPU with errors"]  # a script in place of nvidia-smi: there is none here
+    gpu = OF_A_HOST[
+        "a GPU with errors"
+    ]  # a script in place of nvidia-smi, which is missing here; on node1 no ~/.bashrc is read
     path = {"PATH": f"{ENVIRONMENT['PATH']}:/tmp/gpu"}  # on node1 no ~/.bashrc is read
     doctor.on("node1", gpu.make)
     doctor.on("node2", gpu.make, "ip link add ib0 type bridge; ip addr add 10.99.0.2/24 dev ib0")
     doctor.on("node2", "ip link set ib0 up")
     try:
-        # Only ranks on GPUs use it: node1 without any need not reach it.
+        # Only ranks on GPUs use it, so node1 without a GPU need not reach it.
         findings = doctor.findings("network")
         assert "interfaces" not in {one["check"] for one in findings}, findings
         found = named(doctor.findings("network", env=path), "interfaces", "node2")
@@ -304,18 +307,18 @@ def test_different_training_data_on_a_host_is_named(doctor: Examined) -> None:
 
 
 def test_slow_host_is_named(doctor: Examined) -> None:
-    """Each host has a processor of its own; on node2's others compute, too."""
+    """Each host has one processor; on node2 other programs compute, too."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         pytest.fail("two processors are needed: hosts that share one are equally slow")
     (sshd,) = [p.pid for p in doctor.cluster.processes("node2") if "sshd" in p.command]
     own = os.sched_getaffinity(sshd)
-    # Each in a session of its own: the kernel shares a processor out among sessions first.
+    # Each in a separate session, because the kernel shares a processor among sessions first.
     spin = ["taskset", "-c", str(cores[1]), "sh", "-c", "while :; do :; done"]
     busy = [subprocess.Popen(spin, start_new_session=True) for _ in range(3)]
     os.sched_setaffinity(sshd, {cores[1]})
     try:
-        # Whatever else this machine does: node1 is not kept from its own.
+        # Other programs of this machine do not keep node1 from its processor.
         first = 'echo -15 > /proc/self/autogroup; exec nice -n -15 "$@"'
         prefix = ["taskset", "-c", str(cores[0]), "sh", "-c", first, "sh"]
         found = doctor.findings("alone", prefix=prefix)
@@ -330,7 +333,7 @@ def test_slow_host_is_named(doctor: Examined) -> None:
 
 
 def test_failing_all_reduce_is_named(doctor: Examined) -> None:
-    """Open MPI's daemon cannot be started on node2, which nothing shows but a real start."""
+    """Open MPI's daemon cannot be started on node2, which only a real start detects."""
     daemon = "$(readlink -f $(command -v orted))"
     doctor.on("node2", f"mount --bind /dev/null {daemon}")
     try:
@@ -347,7 +350,7 @@ def test_healthy_hosts_have_no_findings(doctor: Examined) -> None:
         "node1", [*command, "--", "--run.root", str(doctor.root)], timeout=100
     )
     found = json.loads(done.stdout)
-    # Both hosts are this machine: what else it does makes one of them slower.
+    # Both hosts are this machine, so other programs slow down one of them.
     findings = [finding for finding in found["findings"] if finding["check"] != "slow host"]
     assert (done.returncode, findings, found["left_out"]) == (0, [], []), done
     assert time.monotonic() - began < 90

@@ -84,7 +84,7 @@ def test_exact_run_batched_by_length_is_bitwise_identical_after_a_kill(
 
 
 def _assert_as_alone_through_a_kill(running: ElasticJob, runs: Path, keys: str, ranks: int) -> None:
-    """A rank is killed and comes back: bit by bit the run of one process with these keys."""
+    """A rank is killed and replaced: bitwise identical to one process with these keys."""
     running.wait_for_step(10)
     running.kill(1)
     running.wait_for_world(ranks - 1, 20)
@@ -99,7 +99,7 @@ def _assert_as_alone_through_a_kill(running: ElasticJob, runs: Path, keys: str, 
     assert weights(runs / "alone/case", steps) == weights(running.run, steps)
 
 
-# topk sends 4 of 9 elements here: the curve is another one.
+# topk sends 4 of 9 elements here, so the curve differs.
 @pytest.mark.parametrize(
     ("flags", "same_curve"),
     [
@@ -143,7 +143,7 @@ def test_local_sgd_loses_at_most_one_period_when_ranks_are_killed(
     flags += f" --train.steps {STEPS}"
     running = job(arguments=flags)
     running.wait_for_step(11)
-    running.kill(1)  # rank 0 has lines of steps that are done again
+    running.kill(1)  # rank 0 has lines of steps that are repeated
     running.wait_for_world(3, 20)
     running.wait_for_world(4, 30)
     running.wait_for_more(11, 20)
@@ -161,7 +161,7 @@ def test_local_sgd_loses_at_most_one_period_when_ranks_are_killed(
     assert back and all(start["cause"] == "failure" for start in back)
     assert all(start["lost_steps"] <= 8 for start in back)
     assert f"rolled back to step {back[0]['step']}, the last step with" in assert_clean(running.run)
-    # Where it was asked to stop, wherever that was, the ranks had one state.
+    # Wherever it was asked to stop, the ranks had the same state.
     assert (running.run / f"checkpoints/step_{len(lines):08}/complete").exists()
 
     resumed = MpiJob(cluster, runs, flags, UNPACED, np=2)

@@ -1,7 +1,8 @@
 """The table of faults: each is injected into a real elastic job on real hosts.
 
-No step is lost or done twice, and the losses equal those of an undisturbed run.
-`record_property` puts the measured seconds into the report (`pytest -rA`, junit)."""
+No step is lost or done twice, and the losses equal those of an undisturbed run. `record_property`
+puts the measured seconds into the report (`pytest -rA`, junit).
+"""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ import pytest
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob, assert_same_curve, pause
 
-# What others do on the machine shows in the seconds that are judged here.
+# Other programs on the machine affect the seconds that are checked here.
 pytestmark = pytest.mark.alone
 FOUR = 4
-# Two ranks, whose steps take as long as those of four.
+# Two ranks, whose steps take as long as the steps of four.
 TWO: dict[str, Any] = {"np": 2, "env": {"HVDTRAIN_TEST_PACE": "0.05"}}
 
 Record = Callable[[str, object], None]
 
 
 class Case(NamedTuple):
-    """After `fault` the next step, on the `left` ranks that are left (None: new ones may be there
+    """After `fault` the next step, on the `left` remaining ranks (None: new ranks may have joined
     already), must end within `seconds`."""
 
     fault: Callable[[ElasticJob], None]
@@ -39,8 +40,8 @@ def _three_in_one_recovery(job: ElasticJob) -> None:
         time.sleep(0.1)
 
 
-# Process numbers rise in the order of the ranks. The faults of a line are done to one job in turn,
-# each when all four ranks train again.
+# Process numbers are in rank order. The faults of a line are injected into one job in turn, each
+# when all four ranks train again.
 KILLS = {
     "kill one": Case(lambda job: job.kill(job.numbers("node2")[-1]), 3, 1),
     "kill rank 0": Case(lambda job: job.kill(job.numbers()[0]), 3, 1),
@@ -49,12 +50,13 @@ KILLS = {
     ),
     "kill all of a host": Case(lambda job: job.kill_processes_of("node2"), 2, 2),
 }
-# In a job of their own: a silence is judged by how late beats came, and while ranks start beside
-# them they come late. A stopped rank costs about 2 s: 1 of silence, a rendezvous, and a step that
-# takes longer on three ranks; without the judgement it costs the 3 s of a collective, and these.
+# In separate jobs: silence is judged by the delays of heartbeats, which are late while ranks start
+# on the same machine. A stopped rank costs about 2 s: 1 s of silence, a rendezvous, and a step that
+# takes longer on three ranks; without the failure detector it costs the 3 s of a collective in
+# addition.
 SILENCES = {
     "stop one for ever": Case(lambda job: job.stop(job.numbers("node2")[0]), 3, 2.7),
-    # A false alarm: the process itself is well, and may not do a step after it was given up.
+    # A false alarm: the process is healthy, and must not take a step after it was removed.
     "stop the watchdog of one": Case(lambda job: job.stop_watchdog(job.numbers("node2")[0]), 3, 2),
 }
 OTHERS = {
@@ -64,7 +66,7 @@ OTHERS = {
 
 
 def _check_cases(running: ElasticJob, cases: dict[str, Case], record: Record) -> None:
-    """Does one fault after another; at the end all four ranks train again."""
+    """Inject one fault after another; at the end all four ranks train again."""
     seconds = {}
     for fault, case in cases.items():
         running.wait_for_world(FOUR, 90)  # the slots are used again
@@ -72,7 +74,7 @@ def _check_cases(running: ElasticJob, cases: dict[str, Case], record: Record) ->
         since = time.time()
         case.fault(running)
         running.wait_for_start(time.time(), 30)
-        # The first one: new processes may have joined already.
+        # Check the first step: new processes may have joined already.
         start = next(event for event in running.events("start") if event["time"] > since)
         seconds[fault] = round(pause(running.lines(), since), 2)
         assert start["cause"] == "failure", (fault, start)
@@ -86,7 +88,7 @@ def _check_cases(running: ElasticJob, cases: dict[str, Case], record: Record) ->
 def _check_job(
     running: ElasticJob, cases: dict[str, Case], reference: list[dict[str, Any]], record: Record
 ) -> None:
-    """Does nothing but these faults to a job, and ends it: no step is lost or done twice."""
+    """Inject only these faults into a job, and end it: no step is lost or done twice."""
     running.wait_for_step(20)
     _check_cases(running, cases, record)
     running.end()
@@ -98,7 +100,7 @@ def _check_job(
 def test_survivors_continue_after_rank_is_killed(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]], record_property: Record
 ) -> None:
-    # A death is noticed at once, whatever the timeout: patch 0003 of Horovod's wheel.
+    # A death is detected at once, whatever the timeout: patch 0003 of Horovod's wheel.
     running = job(arguments="--elastic.timeout_seconds 20")
     _check_job(running, KILLS, reference, record_property)
 
@@ -119,7 +121,7 @@ def test_no_step_is_lost_when_a_rank_hangs_or_hosts_change(
     running = job(hosts="node1:2", np=2, arguments="--elastic.hang_seconds 3", env=hangs)
     running.wait_for_step(5)
     running.set_hosts("node1:2 node2:2")
-    # Processes 2 and 3 get stuck there: one of them computes for a while and is not killed.
+    # Processes 2 and 3 hang there; one of them computes for a while and is not killed.
     running.wait_for_world(FOUR, 60)
     first = running.last()["step"]
     running.wait_for_step(first + 20)
@@ -138,7 +140,7 @@ def test_no_step_is_lost_when_a_rank_hangs_or_hosts_change(
 
 
 def _check_stacks(running: ElasticJob) -> None:
-    """Those of the one that is stuck for ever say where."""
+    """The stacks of the hung process show where it hangs."""
     text = (running.run / "logs/hang_node2_1.txt").read_text()
     assert "no progress, no work" in text and "_get_stuck" in text, text
 

@@ -19,7 +19,7 @@ from tests.support.faults import ElasticJob, assert_clean, assert_same_curve
 
 TROUBLED = "--task tests.support.disturbed:Troubled --checkpoint.every 0"
 HANG_SECONDS = 5
-# Of two ranks, whose steps take as long as those of four.
+# Two ranks, whose steps take as long as the steps of four.
 PACE = {"HVDTRAIN_TEST_PACE": "0.05"}
 
 
@@ -46,7 +46,7 @@ def test_survivors_continue_when_a_disk_hangs_rank_0(
     job: Callable[..., ElasticJob], cluster: Cluster, runs: Path
 ) -> None:
     run = runs / "case"
-    disk = Frozen(cluster, run)  # node1 writes there; node2 has a disk of its own in its place
+    disk = Frozen(cluster, run)  # node1 writes there; node2 has another disk in its place
     running = job(np=3, hosts="node1:1 node2:2", arguments=f"--elastic.hang_seconds {HANG_SECONDS}")
     running.run = own = cluster.file("node1", str(run))
     running.wait_for_step(10)
@@ -56,7 +56,7 @@ def test_survivors_continue_when_a_disk_hangs_rank_0(
         running.wait_for_world(2, HANG_SECONDS + 20)
         recovered = next(t for line in running.lines() if (t := line["time"]) > since) - since
         running.wait_for_more(3, 20)
-        # The watchdog may first wait for the disk itself, see hung_rank.py.
+        # The watchdog may first wait for the disk, see hung_rank.py.
         running.wait_until(
             lambda: "SIGKILL does not end it" in running.job.output(), 30, "word of its watchdog"
         )
@@ -65,7 +65,7 @@ def test_survivors_continue_when_a_disk_hangs_rank_0(
         assert "while PREPARING" in said, said
     finally:
         disk.thaw()
-    running.wait_for_world(3, 40)  # its slot is used again, now that it is gone
+    running.wait_for_world(3, 40)  # its slot is used again after it has ended
     running.send(signal.SIGUSR1)
     done = running.job.wait(60)
     assert done.returncode == 75, done
@@ -73,13 +73,13 @@ def test_survivors_continue_when_a_disk_hangs_rank_0(
     running.run = own
     before = [line["step"] for line in running.lines()]
     assert before == list(range(1, len(before) + 1)), done
-    # The next rank 0 finds no file, and writes the lines that it remembers, too.
+    # The next rank 0 finds no file, and also writes the lines that it remembers.
     assert after == list(range(1, len(after) + 1)) and len(after) > len(before), done
     assert recovered < HANG_SECONDS + 12, f"{recovered:.1f} s without a step: {done}"
 
 
 class Frozen:
-    """A file system of node1 at a directory, whose every write hangs in the kernel while frozen."""
+    """A file system of node1 in which all writes block in the kernel while it is frozen."""
 
     def __init__(self, cluster: Cluster, directory: Path) -> None:
         self._cluster, self._directory = cluster, directory
@@ -92,7 +92,7 @@ class Frozen:
 
     def freeze(self) -> None:
         self._run(f"/sbin/fsfreeze -f {self._directory}")
-        # Should this process be killed meanwhile: nothing but this would end who writes there.
+        # If this process is killed meanwhile, only this ends the blocked writers.
         self._cluster.start(
             "node1", ["sh", "-c", f"sleep 100; /sbin/fsfreeze -u {self._directory}"]
         )
@@ -131,7 +131,7 @@ def test_training_continues_when_a_new_process_does_not_fit(
     running.wait_for_more(10, 20)
     said = running.job.output()
     assert said.count("is refused") == 3 and "process 6" not in said, said
-    running.set_hosts("node1:3 node2:3")  # they may fit now
+    running.set_hosts("node1:3 node2:3")  # there may be space now
     running.wait_for_world(6, 40)
     running.end()
     assert_clean(running.run)
@@ -140,7 +140,7 @@ def test_training_continues_when_a_new_process_does_not_fit(
 def test_run_survives_a_discovery_gap_and_waits_for_required_ranks(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
-    # A survivor and a newcomer call collectives of the task's own, too.
+    # A survivor and a new process also call the task's own collectives.
     task = "--task tests.support.disturbed:Collecting"
     running = job(hosts="node1:1 node2:1", np=2, min_np=2, arguments=task, env=PACE)
     running.wait_for_step(10)

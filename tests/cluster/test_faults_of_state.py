@@ -33,9 +33,9 @@ from tests.support.faults import (
 
 HELD = "--task tests.support.disturbed:Held --train.steps 150 --eval.every 10 --checkpoint.every 15"
 NO_PACE = {"HVDTRAIN_TEST_PACE": "0"}
-# Of two ranks, whose steps take as long as those of four.
+# Two ranks, whose steps take as long as the steps of four.
 PACE_OF_TWO = {"HVDTRAIN_TEST_PACE": "0.05"}
-# Rank 0 of an elastic run asks the launcher for news every half second.
+# Rank 0 of an elastic run polls the launcher every half second.
 NEWS_SECONDS = 0.7
 
 # A chain of five starts on a busy machine.
@@ -46,7 +46,7 @@ J = TypeVar("J", MpiJob, ElasticJob)
 
 
 class Start(Protocol):
-    """Starts a job in the test's directory, on both hosts; `env` is added to its environment."""
+    """Start a job in the test's directory, on both hosts; `env` is added to its environment."""
 
     def __call__(self, kind: type[J], arguments: str = HELD, np: int = ..., **env: str) -> J: ...
 
@@ -68,7 +68,7 @@ def start(cluster: Cluster, runs: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def hold(runs: Path) -> Path:
-    """The file by which process 0 says that it waits at a place, see Held."""
+    """Return the file by which process 0 reports that it waits at a place, see Held."""
     return runs / "hold"
 
 
@@ -83,8 +83,8 @@ def undisturbed(two_hosts: Cluster) -> Path:
 
 # --- preemption ------------------------------------------------------------
 
-# Where each start is asked to stop, and by which signal to its launcher. mpirun passes on
-# SIGUSR1; at SIGTERM it gives its ranks next to no time.
+# Where each start is asked to stop, and by which signal to its launcher. mpirun forwards SIGUSR1;
+# after SIGTERM it gives its ranks almost no time.
 STOPS: dict[str, tuple[type[TrainingJob], dict[str, signal.Signals]]] = {
     "horovodrun": (
         ElasticJob,
@@ -125,7 +125,7 @@ def test_spot_host_with_a_notice_leaves_without_a_lost_step(
     notice = runs / "notice"
     added = cluster.run("node2", ["ip", "addr", "add", "169.254.169.254/32", "dev", "lo"])
     assert added.returncode == 0, added
-    # node1 has no such address at all: its questions fail, or wait for an answer.
+    # node1 has no such address: its requests fail, or wait for a response.
     service = f"python -m tests.support.metadata 169.254.169.254 80 {notice}".split()
     metadata = cluster.start("node2", service)
     try:
@@ -147,7 +147,7 @@ def test_spot_host_with_a_notice_leaves_without_a_lost_step(
 
 
 def _stop(running: TrainingJob, place: str, number: signal.Signals, hold: Path) -> str:
-    """Asks a job to stop just there; it must end with 75. Returns the figures of it."""
+    """Ask a job to stop at a place; it must end with 75. Return its metrics."""
     if place == "start-up":
         running.wait_until(lambda: _catching(running.cluster) == 2, START_SECONDS, "handlers")
     else:
@@ -163,7 +163,7 @@ def _stop(running: TrainingJob, place: str, number: signal.Signals, hold: Path) 
 
 
 def _catching(cluster: Cluster) -> int:
-    """Ranks that have their handler of SIGUSR1; importing torch comes after it."""
+    """Return the ranks that have installed their SIGUSR1 handler; torch is imported afterwards."""
     count = 0
     for process in cluster.ranks():
         with suppress(OSError):
@@ -192,9 +192,10 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 def test_resume_skips_damaged_checkpoints(undisturbed: Path, tmp_path: Path) -> None:
-    # Rank 0 alone chooses and reads a checkpoint, so one process resumes from what 4 ranks left.
+    # Only rank 0 selects and reads a checkpoint, so one process can resume from 4 ranks'
+    # checkpoint.
     run = shutil.copytree(undisturbed, tmp_path / "case")
-    # On a busy machine a save may have been left out, since the one before was still under way.
+    # On a busy machine a save may have been omitted, because the previous one was in progress.
     newest = sorted((run / "checkpoints").glob("step_*"), reverse=True)
     whole = newest[len(DAMAGES)]
     del newest[len(DAMAGES) :]
@@ -212,7 +213,7 @@ def test_resume_skips_damaged_checkpoints(undisturbed: Path, tmp_path: Path) -> 
 
 
 def _assert_whole_checkpoints(run: Path, newest: int) -> None:
-    """Nothing of a checkpoint's name is damaged, nothing half-written is left."""
+    """Check that all checkpoints are intact, and that no incomplete one is left."""
     root = run / "checkpoints"
     names = [path.name for path in root.iterdir() if not path.name.startswith("left_")]
     assert sorted(names) == [path.name for path in finished(root)]
@@ -272,12 +273,12 @@ def test_training_continues_on_a_blocked_or_full_disk_with_a_warning(
     undisturbed: Path,
     record_property: Record,
 ) -> None:
-    # Only the thread that writes meets the disk, and only the end of a run waits for it: a disk
-    # that blocks for a minute does no more than one that blocks past the limit for a hang.
+    # Only the writer thread uses the disk, and only the end of a run waits for it: a disk that
+    # blocks for a minute has the same effect as one that blocks past the hang limit.
     blocked_seconds, hang_seconds = 5, 3
     run = runs / "case"
     run.mkdir()
-    # Rank 0's host alone has a small disk for the run.
+    # Only rank 0's host has a small disk for the run.
     _check(cluster, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(run))
     try:
         flags = f"{HELD} --telemetry.port 9855 --elastic.hang_seconds {hang_seconds}"
@@ -318,7 +319,7 @@ def test_training_continues_on_a_blocked_or_full_disk_with_a_warning(
 
 
 def _check(cluster: Cluster, *command: str) -> str:
-    """Runs a command on node1 that must succeed; returns what it prints."""
+    """Run a command on node1 that must succeed; return its output."""
     done = cluster.run("node1", command)
     assert done.returncode == 0, done
     return done.stdout
@@ -331,7 +332,7 @@ def _fill(directory: Path) -> None:
 
 
 def _failures(cluster: Cluster) -> float:
-    """hvdtrain_checkpoint_failures_total, as Prometheus would read it from rank 0."""
+    """Return hvdtrain_checkpoint_failures_total of rank 0, as Prometheus would read it."""
     read = (
         "import urllib.request as r; print(r.urlopen('http://node1:9855/metrics').read().decode())"
     )

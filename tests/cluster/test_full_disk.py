@@ -18,7 +18,7 @@ from tests.support.faults import ElasticJob
 
 @contextmanager
 def _small_disk(cluster: Cluster, run: Path) -> Iterator[Path]:
-    """Of 1 MB for the run, on node1 alone; the directory as this process sees it."""
+    """A disk of 1 MB for the run, on node1 only; yields the directory as this process sees it."""
     run.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(run)]
     assert cluster.run("node1", mount).returncode == 0
@@ -29,7 +29,7 @@ def _small_disk(cluster: Cluster, run: Path) -> Iterator[Path]:
 
 
 def _shown(running: ElasticJob) -> int:
-    """The last step on rank 0's screen: its files are not written."""
+    """Return the last step on rank 0's screen, because its files are not written."""
     return max(map(int, re.findall(r"hvdtrain: step (\d+)/", running.job.output())), default=0)
 
 
@@ -62,7 +62,7 @@ def test_run_with_a_full_disk_survives_the_deaths_of_ranks(
         assert output.count("config.yaml cannot be written") == 0, output
         last = running.last()
         assert last["time"] > free_at and (run / "manifest.json").stat().st_mtime > free_at
-        # Lines that waited for room are written by the rank 0 that follows.
+        # Lines that waited for space are written by the next rank 0.
         lines = running.lines()
         assert [line["step"] for line in lines] == [*range(1, len(lines) + 1)]
         for line in lines:

@@ -59,13 +59,13 @@ def test_discover_lists_exactly_the_reachable_hosts(cluster: Cluster, probe: str
     finally:
         cluster.link("node2", up=True)
     assert done.stdout == "node1:1\n"
-    assert done.seconds < 5, done  # the timeout is 2; the rest is a busy machine's
+    assert done.seconds < 5, done  # the timeout is 2; a busy machine needs more
     assert cluster.run("node1", command).stdout == "node1:1\nnode2:2\n"
 
 
 @pytest.fixture(scope="module")
 def one_run(two_hosts: Cluster) -> Iterator[Supervised]:
-    """One run, to which the tests below do one thing after another."""
+    """One run for the tests below, one after another."""
     root = two_hosts.shared / "launch"
     root.mkdir()
     one_run = Supervised(two_hosts, root)
@@ -85,7 +85,8 @@ def _kill_ranks_and_daemon(cluster: Cluster) -> None:
 
 
 def _freeze_and_cut(cluster: Cluster) -> None:
-    """Nobody says goodbye, mpirun does not notice, and one rank would not end by itself."""
+    """Freeze the processes and cut the link: no connection is closed, mpirun does not detect it,
+    and one rank would not end by itself."""
     launchers = [p for p in cluster.processes("node1") if p.command.startswith("mpirun")]
     for process in [*launchers, cluster.ranks("node2")[0]]:
         os.kill(process.pid, signal.SIGSTOP)
@@ -165,7 +166,7 @@ def test_run_survives_failed_probes_while_it_completes_steps(
     supervised.check_curve(undisturbed)
 
 
-# Both hosts train again afterwards: each test begins so.
+# Both hosts train again afterwards, because each test begins with both.
 HOST_FAULTS: dict[str, tuple[Callable[[Cluster], None], Callable[[Cluster], None]]] = {
     "host": (lambda cluster: cluster.kill_host("node2"), lambda cluster: cluster.boot("node2")),
     "link-and-launcher": (_freeze_and_cut, lambda cluster: cluster.link("node2", up=True)),
@@ -246,4 +247,4 @@ def test_terminated_supervisor_saves_a_checkpoint_and_exits_with_75(
     assert not supervised.cluster.ranks()
     reached = supervised.lines()[-1]["step"]
     supervised.finish(undisturbed)
-    assert supervised.starts()[-1]["step"] == reached  # nothing was done twice
+    assert supervised.starts()[-1]["step"] == reached  # no step was done twice

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS + 120)
 
 @pytest.fixture(scope="module")
 def one_run(two_hosts: Cluster) -> Iterator[Supervised]:
-    """One run, to which the tests below do one thing after another."""
+    """One run for the tests below, one after another."""
     root = two_hosts.shared / "launch-elastic"
     root.mkdir()
     task = f"{SLOW} --train.steps {STEPS}"

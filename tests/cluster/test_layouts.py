@@ -11,8 +11,8 @@ import pytest
 from tests.support import runs as local
 from tests.support.cluster import REPOSITORY, Cluster
 
-# Each axis across the hosts, then each pair of axes: two grids have all but pipeline with shard,
-# which is the second test.
+# Each axis across the hosts, then each pair of axes: two grids contain all pairs but pipeline with
+# shard, which is the second test.
 LAYOUTS = (
     "data 2 x tensor 2",
     "data 2 x pipeline 2",

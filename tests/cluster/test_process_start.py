@@ -22,7 +22,7 @@ HELPED = "--task tests.support.tasks:WithHelpers"
 SECRET = "only-for-whom-it-concerns"
 HOSTS = "node1:1,node2:1"
 PLAIN = horovodrun(2, [], HOSTS)
-# Horovod is not asked to do anything: only how processes are started is of interest.
+# Horovod is not used here: only the start of processes is tested.
 SHOW = "import os; print(ascii([os.getcwd(), os.environ['ODD']]))"
 
 
@@ -88,7 +88,7 @@ LAUNCHERS = {
 def test_secrets_of_ranks_are_hidden_from_other_users(
     cluster: Cluster, runs: Path, launcher: str
 ) -> None:
-    # And what horovodrun starts to find interfaces has its key for signatures.
+    # The programs with which horovodrun finds interfaces also have its signing key.
     secrets = rf"{SECRET}|horovod\.runner\.task_fn\0."
     with _Reader(secrets.encode()) as reader:
         env = {"WANDB_API_KEY": SECRET}
@@ -117,7 +117,7 @@ def test_ranks_start_in_the_working_directory_with_the_environment(
     else:
         directory = Path("/tmp/on node1 alone")
         cluster.file("node1", str(directory)).mkdir()
-        seen = Path(os.environ.get("HOME", "/root"))  # where ssh leads, as ever
+        seen = Path(os.environ.get("HOME", "/root"))  # where ssh leads
     odd = "two\nlines, 'quotes\" $HOME `date` \\ and Ünïcode \udcff"
     done = cluster.run("node1", [*PLAIN, "python", "-c", SHOW], {"ODD": odd}, cwd=directory)
     assert done.returncode == 0, done
@@ -126,11 +126,11 @@ def test_ranks_start_in_the_working_directory_with_the_environment(
 
 
 class _Reader:
-    """Another user of this machine, who reads all command lines over and over.
+    """Another user of this machine, who reads all command lines repeatedly.
 
     Attributes:
-        looks: how often all were read.
-        found: the command lines in which `secrets`, a regular expression, was found.
+        looks: number of reads of all command lines.
+        found: command lines that match `secrets`, a regular expression.
     """
 
     def __init__(self, secrets: bytes) -> None:

@@ -24,11 +24,11 @@ def test_killed_rank_does_not_lose_the_profiles_of_other_ranks(
     finally:
         job.job.kill()
     parts = summarize(job.run)
-    # Every step that was finished is in one part, and each part knows who was ready when.
+    # Every finished step is in one section, and each section records when each rank was ready.
     spans = [part.steps for part in parts]
     assert spans[0][0] == 10 and spans[-1][1] == 40 and len(spans) > 1, spans
     assert [end for _, end in spans[:-1]] == [first for first, _ in spans[1:]], spans
     for part in parts[1:]:
         assert {rank.profile.rank for rank in part.ranks} == {0, 1}, part
         assert {one.rank for one in part.lateness} >= {0, 1} and not part.problems, part
-    assert {rank.profile.rank for rank in parts[0].ranks} == {1}  # the other one was killed
+    assert {rank.profile.rank for rank in parts[0].ranks} == {1}  # the other process was killed

@@ -1,7 +1,8 @@
-"""A real Prometheus scrapes a real run: 4 ranks on 2 hosts, one injected fault after another.
+"""A real Prometheus scrapes a real run: 4 ranks on 2 hosts, with faults in turn.
 
-Its configuration and rules are the committed ones with all durations divided by 60: minutes
-become seconds."""
+Its configuration and rules are the committed ones with all durations divided by 60: minutes become
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ ARGUMENTS = (
     "--task tests.support.disturbed:Controlled --train.steps 1000000 --eval.every 50"
     " --telemetry.port 9855 --telemetry.exchange_every 5 --checkpoint.every 5"
     " --train.max_nonfinite 1000"
-    # Ranks are stopped for some seconds here, and none of them shall give the others up.
+    # Ranks are stopped for some seconds here, and must not be removed.
     " --elastic.timeout_seconds 60"
 )
 
@@ -43,13 +44,13 @@ class Watched(NamedTuple):
 
     @contextlib.contextmanager
     def disturbed(self, name: str) -> Iterator[None]:
-        """As long as `Controlled` or `Lagging` finds this file."""
+        """Inside the context `Controlled` or `Lagging` finds this file."""
         (self.control / name).touch()
         yield
         (self.control / name).unlink()
 
     def value(self, expr: str) -> float:
-        """Of the only series; NaN where there is none."""
+        """Return the value of the only series; NaN if there is none."""
         found = self.prometheus.query(expr)
         return float(found[0]["value"][1]) if found else float("nan")
 
@@ -124,7 +125,7 @@ def test_stale_checkpoint_alert_fires_and_resolves(watched: Watched) -> None:
 
 
 def test_straggler_alert_names_a_rank_with_slow_data(watched: Watched) -> None:
-    watched.job.wait_for_step(300, 60)  # the run's own past, against which it becomes slow
+    watched.job.wait_for_step(300, 60)  # the run's history, against which it becomes slow
     with watched.disturbed("lag"):
         watched.prometheus.wait_for(
             "Straggler", 30, run="case", rank="3", host="node2", phase="data", severity="warning"
@@ -153,13 +154,13 @@ def test_communication_bound_alert_fires_and_resolves(watched: Watched) -> None:
 
 def test_missing_rank_alerts_fire_and_resolve(watched: Watched) -> None:
     restarts = watched.value(f"max(hvdtrain_restarts_total{{{RUN}}})")
-    # A rank that does not answer is given up before the alert: here Prometheus alone is cut off.
+    # A silent rank is removed before the alert fires, so only Prometheus is cut off here.
     watched.job.cluster.connections("node1", "node2", 9856, leave=False)
     watched.prometheus.wait_for("ExporterDown", 30, run="case", rank="3", host="node2")
     watched.job.cluster.connections("node1", "node2", 9856, leave=True)
     assert not watched.prometheus.firing("RankMissing")
     watched.job.kill(3)
-    watched.job.set_hosts("node1:2 node2:1")  # else its slot is used again too soon to see it
+    watched.job.set_hosts("node1:2 node2:1")  # otherwise its slot is used again too soon to be seen
     watched.prometheus.wait_for("RankMissing", 30, run="case", host="node2")
     assert {labels["host"] for labels in watched.prometheus.firing("RankMissing")} == {"node2"}
     assert watched.value(f"max(hvdtrain_world_size{{{RUN}}})") == FOUR - 1
@@ -175,7 +176,7 @@ def test_missing_rank_alerts_fire_and_resolve(watched: Watched) -> None:
 def test_stalled_training_alert_fires_and_resolves(watched: Watched) -> None:
     everyone = [pid for p in watched.job.cluster.ranks() for pid in _with_watchdog(p.pid)]
     everyone.append(watched.job.launcher().pid)
-    _send(signal.SIGSTOP, reversed(everyone))  # who would end or give up ranks comes first
+    _send(signal.SIGSTOP, reversed(everyone))  # processes that would end ranks come first
     watched.prometheus.wait_for("TrainingStalled", 30, run="case", severity="critical")
     _send(signal.SIGCONT, everyone)
     watched.job.job.resume()
@@ -191,7 +192,7 @@ def test_clean_end_of_a_run_leaves_no_alert(watched: Watched) -> None:
 
 
 def _with_watchdog(pid: int) -> list[int]:
-    """A rank's process, then its watchdog."""
+    """Return a rank's process, then its watchdog."""
     children = psutil.Process(pid).children()
     return [pid, *(c.pid for c in children if "hvdtrain.elastic.watchdog" in c.cmdline())]
 
@@ -203,7 +204,7 @@ def _send(number: signal.Signals, pids: Iterator[int] | list[int]) -> None:
 
 @contextlib.contextmanager
 def _short_of_processor(pid: int) -> Iterator[None]:
-    """A process runs for 0.1 s, then stands for 0.3 s, and so on."""
+    """Throttle a process: it runs for 0.1 s, then stops for 0.3 s, and so on."""
     done = threading.Event()
 
     def stop_and_go() -> None:

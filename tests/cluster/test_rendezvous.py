@@ -19,7 +19,7 @@ RANKS = 4
 ONE_EACH: dict[str, Any] = {"hosts": "node1:1 node2:1", "np": 2}
 FAST = "10.209.0"
 REFUSED = r"refused a request of \S+: '(\w+ \S+) HTTP/1.1' is not signed.*; (\d+) refused so far"
-# From another host: the status of a request with a body and, where there is a key, a signature.
+# Return the status of a request from another host, with a body and, given a key, a signature.
 REQUEST = """
 import hashlib, hmac, http.client, sys
 host, port, key, method, path = sys.argv[1:]
@@ -61,7 +61,7 @@ def test_launcher_refuses_requests_without_its_secret(
     running.wait_for_more(5, 30)
     assert {line["world_size"] for line in running.lines()} == {2}
     done = running.end()
-    # The first is said, those of the next minute are not.
+    # The first is logged, those of the next minute are not.
     assert re.findall(REFUSED, done.stderr) == [("GET /join/0", "1")], done
 
 
@@ -72,8 +72,8 @@ def test_requests_of_a_generation_grow_linearly_with_world_size(
     running.wait_for_step(5)
     done = running.end()
     found = json.loads(done.stdout.partition("requests by scope: ")[2].splitlines()[0])
-    # Of each rank: two for all ranks, two for those of its host, two across hosts; before them
-    # its own ranks, which it repeats while others start.
+    # Requests per rank: two for all ranks, two for the ranks of its host, two across hosts; before
+    # them its rank assignment, which it repeats while other ranks start.
     asked = ("GET news", "GET rank_and_size", "POST join")
     exchanges = {name: count for name, count in found.items() if name not in asked}
     assert set(exchanges) <= {f"POST {name}" for name in ("global", "local", "cross")}, found
@@ -83,7 +83,7 @@ def test_requests_of_a_generation_grow_linearly_with_world_size(
 
 @contextlib.contextmanager
 def _second_network(cluster: Cluster) -> Iterator[None]:
-    """Another cable between the hosts, which call its ends otherwise."""
+    """Another link between the hosts, with other interface names."""
     names = {"node1": "fast1", "node2": "ib0"}
     cluster.cable(names, FAST)
     try:
@@ -93,7 +93,7 @@ def _second_network(cluster: Cluster) -> Iterator[None]:
 
 
 def _networks(cluster: Cluster, job: ElasticJob) -> set[str]:
-    """The networks, such as 10.207.0, over which ranks are connected to other hosts."""
+    """Return the networks, such as 10.207.0, over which ranks are connected to other hosts."""
     found = set()
     for name in cluster.names:
         pids = {process.pid for process in cluster.ranks(name)}
@@ -124,7 +124,7 @@ def test_network_named_by_the_user_is_used(
 def test_host_joins_despite_loopback_name_and_other_interface_names(
     cluster: Cluster, job: Callable[..., ElasticJob]
 ) -> None:
-    # As Debian has it: the own name leads to the loopback interface.
+    # As on Debian, where a host's own name resolves to loopback.
     names = f"127.0.0.1 localhost\n127.0.1.1 node1\n{SUBNET}.2 node2\n"
     cluster.file("node1", "/run/hosts").write_text(names)
     cluster.run("node1", ["mount", "--bind", "/run/hosts", "/etc/hosts"])

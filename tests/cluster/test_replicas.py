@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(500)
 
 @pytest.fixture(scope="module")
 def curve(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """metrics.jsonl of one process that holds the whole model, to which nothing happened."""
+    """metrics.jsonl of one undisturbed process that holds the whole model."""
     root = tmp_path_factory.mktemp("curve")
     flags = f"{MODEL} --train.steps {MOST_STEPS} --run.root {root} --run.id case"
     done = run(root / "output", flags.split(), timeout=200)
@@ -56,7 +56,7 @@ def test_lost_rank_or_host_costs_no_step_if_a_replica_survives(
     faults: list[str],
     again: bool,
 ) -> None:
-    """`again`: the run ends when all ranks train again; else while a spare process waits."""
+    """`again`: the run ends when all ranks train again; otherwise while a spare process waits."""
     running = job(arguments=f"{MODEL} --parallel.{axis} 2", min_np=2)
     since: dict[str, float] = {}
     for fault in faults:
@@ -91,7 +91,7 @@ def test_no_step_is_lost_when_a_rank_dies_while_ranks_agree_on_it(
     starts = running.events("start")
     assert {start["source"] for start in starts[1:]} == {"memory"}, starts
     joined = next(start["step"] for start in starts if start["cause"] == "hosts")
-    # Before it nobody has stepped; after it, in the third step of process 4, all can.
+    # Before it no rank has stepped; after it, in the third step of process 4, all ranks can.
     assert _failed_after(running) == [4, joined + 3], starts
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
 

@@ -27,7 +27,7 @@ SIXTEEN = {
     "horovodrun-gloo": "horovodrun --gloo -np 16 -H node1:8,node2:8",
     "mpirun": "mpirun -np 16 --hostfile hostfiles/two-nodes",
 }
-# In the default batch of 8 micro-batches half of the ranks have none; here each has two.
+# With the default 8 micro-batches half of the ranks would have none; here each has two.
 BATCHES = {"idle-ranks": "", "two-each": "--batch.micro_size 1"}
 THREE = {
     "gloo": "horovodrun --gloo -np 3 -H node1:1,node2:2",
@@ -36,7 +36,7 @@ THREE = {
 }
 
 
-# Sixteen ranks leave a small machine nothing for another test.
+# Sixteen ranks leave no cores for another test.
 @pytest.mark.alone
 @pytest.mark.timeout(LAUNCH_SECONDS + 60)
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_error_in_one_rank_ends_all_ranks_on_both_hosts(
     assert done.returncode == 1, done
 
 
-# What ranks tell each other does not depend on who starts mpirun.
+# The ranks' communication does not depend on who starts mpirun.
 @pytest.mark.parametrize("launcher", ["gloo", "mpirun"])
 def test_host_without_the_data_is_reported_once_as_invalid_input(
     cluster: Cluster, runs: Path, launcher: str

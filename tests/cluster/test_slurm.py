@@ -1,4 +1,4 @@
-"""slurm/train.sbatch under a real Slurm with two nodes: no step is lost, whatever ends the job."""
+"""slurm/train.sbatch under a real Slurm with two nodes: no step is lost, however the job ends."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.job import poll
 from tests.support.slurm import Slurm
 
 STEPS = 300
-# Of a micro-batch, of which a rank has two in a step: a start would take a minute, and the time
-# limit's signal comes 20 to 50 s after it.
+# Seconds per micro-batch, of which a rank has two per step: a start would take a minute, and the
+# time limit's signal comes 20 to 50 s after it.
 PACE = 0.3
 WAIT_SECONDS = 120
 ONE_EACH = ["--nodes=2", "--ntasks-per-node=1"]
@@ -35,7 +35,7 @@ TRAIN = [
 
 @dataclass
 class SlurmRun:
-    """A job of slurm/train.sbatch, and what it writes."""
+    """A job of slurm/train.sbatch, and its output."""
 
     slurm: Slurm
     root: Path
@@ -63,7 +63,7 @@ class SlurmRun:
         return runs.metrics(self.directory) if written else []
 
     def wait_for_steps(self, since: float = 0.0) -> None:
-        """Waits for two steps that ended after a time (unix)."""
+        """Wait for two steps that ended after a unix time."""
 
         def trains() -> bool:
             return sum(line["time"] > since for line in self.lines()) > 1
@@ -80,7 +80,7 @@ class SlurmRun:
             raise AssertionError(f"{error}: {self.log}") from None
 
     def restarted_by(self, disturb: Callable[[], object]) -> str:
-        """Does it, and waits until the job trains again; what its log says of that."""
+        """Call it, and wait until the job trains again; return the part of its log."""
         self.wait_for_steps()
         before, number = len(self.log), self.restarts + 1
         disturb()
@@ -88,16 +88,16 @@ class SlurmRun:
         return self.log[before:]
 
     def wait_for_restart(self, number: int) -> None:
-        """Waits until it was started again so many times in all, and trains."""
+        """Wait until it was started this many times in total, and trains."""
         deadline = time.monotonic() + WAIT_SECONDS
         while self.restarts < number:
             assert time.monotonic() < deadline, self.log
-            time.sleep(0.5)  # not poll: each look starts a process
+            time.sleep(0.5)  # not `poll`: each query starts a process
         self.wait("RUNNING")
         self.wait_for_steps(time.time())
 
     def finish(self) -> None:
-        """From now on steps take no time: the job ends, with 0."""
+        """Make the remaining steps take no time; the job must exit with 0."""
         (self.root / "slow").unlink()
         self.wait("COMPLETED")
 
@@ -109,16 +109,16 @@ def slurm() -> Iterator[Slurm]:
         pytest.fail(f"the Slurm tests must run in CI: {reason}")
     if reason:
         pytest.skip(reason)
-    # Hosts of its own: Slurm's daemons end with them.
+    # Separate hosts: Slurm's daemons end with them.
     with Cluster(["node1", "node2"]) as cluster:
         yield Slurm(cluster)
 
 
 class Submit(Protocol):
-    """Submits slurm/train.sbatch in a directory of that name.
+    """Submit slurm/train.sbatch in a directory of that name.
 
     `options` are sbatch's, `more` are flags of hvdtrain.train, `env` is added to the environment;
-    `script` is another one than the repository's, with `TRAIN` in it.
+    `script` replaces the repository's script, with `TRAIN` in it.
     """
 
     def __call__(
@@ -156,7 +156,7 @@ def submit(slurm: Slurm) -> Submit:
 
 @pytest.fixture(scope="module")
 def undisturbed(slurm: Slurm, submit: Submit) -> SlurmRun:
-    """A job of `hvdtrain deploy slurm` that nothing happened to, by mpirun."""
+    """An undisturbed job of `hvdtrain deploy slurm`, with mpirun."""
     script = slurm.cluster.shared / "deployed.sbatch"
     size = ["--nodes", "2", "--ranks", "2", "--time", "00:30:00", "--name", "undisturbed"]
     assert cli.main(["deploy", "slurm", *size, f"--out={script}", "--", *TRAIN]) == 0
@@ -169,14 +169,14 @@ def undisturbed(slurm: Slurm, submit: Submit) -> SlurmRun:
 def one_job(
     request: pytest.FixtureRequest, slurm: Slurm, submit: Submit, undisturbed: SlurmRun
 ) -> Iterator[SlurmRun]:
-    """A job under each launcher, to which the tests do one thing after another."""
+    """A job under each launcher for the tests below, one after another."""
     yield submit(f"one-{request.param}", LAUNCHER=request.param)
     _clear(slurm)
 
 
 @pytest.fixture(autouse=True)
 def no_job_left(request: pytest.FixtureRequest, slurm: Slurm) -> Iterator[None]:
-    """One test's job does not keep the nodes from the next."""
+    """Prevent a test's job from keeping the nodes from the next test."""
     yield
     if "one_job" not in request.fixturenames:
         _clear(slurm)
@@ -188,7 +188,7 @@ def _clear(slurm: Slurm) -> None:
 
 
 def _check_nothing_lost(run: SlurmRun, log: str, undisturbed: SlurmRun) -> None:
-    """Its newest start resumed exactly where the one before stopped."""
+    """Check that its newest start resumed exactly where the previous one stopped."""
     stopped = re.findall(r"asked to stop after step (\d+)", log)
     resumed = re.findall(r"resumed from the checkpoint of step (\d+)", log)
     assert len(stopped) == 1 and stopped == resumed, run.log
@@ -196,7 +196,7 @@ def _check_nothing_lost(run: SlurmRun, log: str, undisturbed: SlurmRun) -> None:
 
 
 def _check_curve(run: SlurmRun, undisturbed: SlurmRun) -> None:
-    """Each step until now once, and the losses of the undisturbed job."""
+    """Check that each step so far was done once, with the losses of the undisturbed job."""
     lines = run.lines()
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     expected = runs.losses(undisturbed.directory)[: len(lines)]
@@ -263,11 +263,11 @@ def test_requeued_job_runs_to_its_last_step(one_job: SlurmRun, undisturbed: Slur
 def test_time_limit_saves_requeues_and_resumes(
     slurm: Slurm, submit: Submit, undisturbed: SlurmRun
 ) -> None:
-    # Slurm looks every 30 s, and signals what would be due before it looks again.
+    # Slurm checks every 30 s, and signals what would be due before the next check.
     run = submit("limited", [*ONE_EACH, "--time=2", "--signal=B:USR1@70"])
     run.wait("RUNNING")
     run.wait("PENDING")
-    # On a busy machine the second start might meet its own.
+    # On a busy machine the second start might overlap with its own first one.
     slurm.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=60")
     run.finish()
     assert run.restarts == 1

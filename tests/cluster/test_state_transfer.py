@@ -20,7 +20,7 @@ def test_partial_state_is_discarded_if_its_source_dies(
     running = job(hosts="node1:1", np=1, arguments=DYING)
     running.wait_for_step(20)
     running.set_hosts("node1:1 node2:1")
-    # It is the only one left, and nothing was saved: the run begins anew.
+    # It is the only rank left, and nothing was saved: the run starts from the beginning.
     running.wait_until(lambda: len(running.events("start")) > 1, 60, "second start")
     assert running.events("start")[1]["source"] == "new"
     running.set_hosts("node2:1")  # process 2 is not needed
@@ -60,7 +60,7 @@ def test_removal_of_a_host_does_not_fail_the_step_of_a_late_rank(
 
 @contextmanager
 def _slow_network(cluster: Cluster) -> Iterator[None]:
-    """100 Mbit/s from each host."""
+    """Limit each host to 100 Mbit/s."""
     shaped = ["rate", "100mbit", "burst", "256kb", "latency", "100ms"]
     try:
         for host in cluster.names:

@@ -27,7 +27,7 @@ EVERY = (
 SLEEPING = (
     f"--task tests.support.disturbed:Lagging --batch.global_size 8 --batch.micro_size 2 {EVERY}"
 )
-# Steps long enough to be told from noise.
+# Steps long enough to exceed the noise.
 COMPUTING = (
     "--model.layers 2 --model.width 128 --model.heads 2 --model.context 128"
     f" --data.train {CORPUS} --batch.global_size 16 --batch.micro_size 4 {EVERY}"
@@ -42,7 +42,7 @@ NAMED = r"rank (\d) on (\w+) is slow: .* loses most in: (\w+)"
 def _start(cluster: Cluster, runs: Path, launcher: str, train: str, lag: str = "") -> Job:
     train = f"{cluster.python} -m hvdtrain.train {train} --run.root {runs} --run.id case"
     argv = f"{launcher} {train}".split()
-    # The hosts share this machine's cores: the threads of a rank would wait for each other.
+    # The hosts share this machine's cores: more threads per rank would compete.
     job = cluster.start("node1", argv, {"HVDTRAIN_TEST_LAG": lag, "OMP_NUM_THREADS": "1"})
     poll(lambda: _exchanges(runs) > 3, 90, "exchanges")
     return job
@@ -83,7 +83,7 @@ def test_rank_with_slow_data_is_named_once(cluster: Cluster, runs: Path) -> None
 
 @contextmanager
 def _throttled(pid: int) -> Iterator[None]:
-    """The process runs for 40 ms of each 100, as one whose cgroup has so much of a CPU."""
+    """Throttle a process to 40 ms of each 100, like a cgroup quota."""
     ended = threading.Event()
 
     def throttle() -> None:
@@ -103,10 +103,10 @@ def _throttled(pid: int) -> Iterator[None]:
 
 @pytest.mark.timeout(300)
 def test_rank_with_a_slow_processor_is_named(cluster: Cluster, runs: Path) -> None:
-    # MPI waits by polling, which would take the processor from the other rank too.
+    # MPI waits by polling, which would also use the other rank's processor.
     job = _start(cluster, runs, GLOO, COMPUTING)
     [slow] = cluster.ranks("node2")
-    # Others on the machine may slow the other rank down too, and it is named then.
+    # Other programs may also slow down the other rank, which is then reported.
     with _throttled(slow.pid):
         job.wait_for("rank 1 on node2 is slow", NAMED_SECONDS)
     job.wait_for("rank 1 on node2 is no longer slow", NAMED_SECONDS)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(500)
 
 @pytest.fixture(scope="module")
 def curve(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """metrics.jsonl of one process, to which nothing happened, and whose optimizer is whole."""
+    """metrics.jsonl of one undisturbed process with the whole optimizer."""
     root = tmp_path_factory.mktemp("curve")
     flags = f"{PACED} {CURVE} --train.steps {MOST_STEPS} --run.root {root} --run.id case"
     done = run(root / "output", flags.split(), env={"HVDTRAIN_TEST_PACE": "0"}, timeout=200)
@@ -33,7 +33,7 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def _assert_no_step_was_lost(
     running: ElasticJob, curve: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Waits until all ranks train again, and ends the run; its starts."""
+    """Wait until all ranks train again, end the run, and return its starts."""
     running.wait_for_world(FOUR, 90)
     running.wait_for_more(7, 30)
     running.end()
@@ -77,7 +77,7 @@ def test_no_step_is_lost_when_a_rank_dies_while_ranks_agree_on_it(
     running.wait_for_step(25, 60)
     starts = _assert_no_step_was_lost(running, curve)
     failed_after = [start["step"] for start in starts if start["cause"] == "failure"]
-    # Before it nobody has stepped, and step 10 needs two; after it, in step 19, all have.
+    # Before it no rank has stepped, and step 10 needs two; after it, in step 19, all have.
     assert failed_after == [9, 19], starts
 
 

@@ -1,9 +1,9 @@
-"""Checks hvdtrain on this machine's GPUs: `make gpu-check`, or `python3 -m tests.gpu.check`.
+"""Check hvdtrain on this machine's GPUs: `make gpu-check`, or `python3 -m tests.gpu.check`.
 
-Run it with a Python that has torch; it needs nothing else but the standard library. It makes an
-environment beside that Python's packages, from the kit that `make gpu-kit` gathered where there is
-one, compiles Horovod there with NCCL, and then runs the table of `tests/gpu/checks.py` in it.
-Without a GPU the same is tried on the CPU as far as it goes, and the exit code is 2, never 0.
+Requires only a Python with torch. Creates an environment on top of that Python's packages, from the
+kit of `make gpu-kit` if it exists, compiles Horovod there with NCCL, and runs the table of
+`tests/gpu/checks.py` in it. Without a GPU the checks run on the CPU as far as possible, and the
+exit code is 2, never 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHECK_SECONDS = 1200
 
 
 class Steps:
-    """Commands, each with a limit; the output of all of them is in one file."""
+    """Commands with a time limit; their output is in one file."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -38,10 +38,10 @@ class Steps:
             self._env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(KIT)}
 
     def run(self, what: str, command: list[str], seconds: float) -> str:
-        """What it printed.
+        """Return its output.
 
         Raises:
-            UserError: it failed, or was not done in time.
+            UserError: it failed, or exceeded the limit.
         """
         began = time.monotonic()
         own = WORK / "step.log"
@@ -59,11 +59,12 @@ class Steps:
 
 
 def prepare(steps: Steps, gpu: bool) -> str:
-    """The interpreter of an environment with hvdtrain and Horovod, beside this one's packages."""
+    """Return the interpreter of an environment with hvdtrain and Horovod on top of this one's
+    packages."""
     directory = WORK / "venv"
     shutil.rmtree(directory, ignore_errors=True)
-    # No pip of its own: ensurepip is missing on many machines. --system-site-packages would
-    # show those of the Python below this one, where this one is an environment itself.
+    # Without pip, because ensurepip is missing on many machines. --system-site-packages would use
+    # the packages of the base Python if this one is an environment itself.
     steps.run(
         "venv", [sys.executable, "-m", "venv", "--without-pip", str(directory)], INSTALL_SECONDS
     )
@@ -74,7 +75,7 @@ def prepare(steps: Steps, gpu: bool) -> str:
     (here / "parents.pth").write_text("\n".join(lines) + "\n")
     pip = [python, "-m", "pip", "install", "--no-build-isolation"]
     if KIT.is_dir():
-        # What is missing, or too old; pip does not get to judge what that Python is made of.
+        # Install only missing or old packages, so that pip does not change that Python's packages.
         carried = [path.name.split("-")[0] for path in KIT.glob("*.whl")]
         steps.run("packages", [*pip, "--no-deps", *requirements(), *carried], INSTALL_SECONDS)
         steps.run("hvdtrain", [*pip, "--no-deps", "-e", "."], INSTALL_SECONDS)
@@ -85,16 +86,16 @@ def prepare(steps: Steps, gpu: bool) -> str:
         options.append("--without-mpi")
     build = [python, "-m", "hvdtrain.cli", "horovod", "build", "--verbose", *options]
     wheel = steps.run("Horovod", build, COMPILE_SECONDS).splitlines()[-1]
-    # --ignore-installed: another Horovod may lie among the packages of the Python below.
+    # --ignore-installed: the base Python may have another Horovod.
     steps.run("wheel", [*pip, "--no-deps", "--ignore-installed", wheel], INSTALL_SECONDS)
     return python
 
 
 def count_gpus() -> int:
-    """What torch can use.
+    """Return the number of GPUs that torch can use.
 
     Raises:
-        UserError: there is no torch.
+        UserError: torch is missing.
     """
     try:
         import torch
@@ -104,7 +105,7 @@ def count_gpus() -> int:
 
 
 def main() -> int:
-    """0: all that this machine can show is right; 1: something is wrong; 2: no GPU here."""
+    """Return 0: all checks passed; 1: a check failed; 2: there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=WORK / "results", help="default: %(default)s")
     args = parser.parse_args()

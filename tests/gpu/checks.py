@@ -1,8 +1,8 @@
-"""The table of what `make gpu-check` looks at: check, wanted, seen, ok.
+"""The checks of `make gpu-check`: check, expected, result, ok.
 
-Runs in the environment that tests/gpu/check.py makes. Each check starts hvdtrain's own commands,
-every one with a limit; one that fails does not keep the others from being run. What was seen so
-far is in the results directory after each, should the machine be taken away.
+Runs in the environment that tests/gpu/check.py creates. Each check starts hvdtrain's own commands
+with a limit; a failure does not prevent other checks. The results so far are in the results
+directory after each check, in case the machine is lost.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from hvdtrain.errors import EXIT_USER
 from hvdtrain.launch.commands import elastic_horovodrun, horovodrun, mpirun
 from tests.gpu.machine import CURVE, HVDTRAIN, STEPS, Machine, compare, lines
 
-PARAMETERS = 124_000_000  # of gpt-small, at least
+PARAMETERS = 124_000_000  # minimum for gpt-small
 
 
 @dataclass(frozen=True)
 class Check:
-    """A row: `look` says what was seen, or raises; `gpus`: how many it needs."""
+    """A row: `look` returns the result or raises; `gpus`: number of GPUs that it needs."""
 
     name: str
     wanted: str
@@ -43,7 +43,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a check; ok None: it could not be run here."""
+    """Result of a check; ok None: it could not run here."""
 
     check: str
     wanted: str
@@ -86,7 +86,7 @@ def curve(machine: Machine) -> str:
 
 
 def timers(machine: Machine) -> str:
-    # On a GPU a phase counts when the device has left it: the first line has the start, too.
+    # On a GPU a phase counts when the device has left it, so the first line includes the start.
     told = lines(machine.work / "one" / "ranks.jsonl")[1:]
     wall = sum(line["wall_seconds"][0] for line in told)
     phases = dict.fromkeys(told[0]["phases"], 0.0)
@@ -105,7 +105,7 @@ def timers(machine: Machine) -> str:
 def memory(machine: Machine) -> str:
     last = lines(machine.work / "one" / "ranks.jsonl")[-1]["device_memory_bytes"][0]
     seen = f"{last / 1e9:.2f} GB"
-    # Weights and AdamW's two moments; gradients come and go.
+    # Weights and AdamW's two moments; gradients are temporary.
     assert last >= 12 * PARAMETERS if machine.gpus else last == 0, seen
     return seen
 
@@ -201,11 +201,11 @@ CHECKS = (
 
 
 class NotHereError(Exception):
-    """A check cannot be run on this machine, and says why."""
+    """A check cannot run on this machine; the message says why."""
 
 
 def look(check: Check, machine: Machine) -> Row:
-    """One row; whatever goes wrong in the check is what was seen."""
+    """Run one check; any error becomes its result."""
     began = time.monotonic()
     ok: bool | None = True
     try:
@@ -220,7 +220,7 @@ def look(check: Check, machine: Machine) -> Row:
 
 
 def show(rows: list[Row]) -> str:
-    """The table as Markdown."""
+    """Format the table as Markdown."""
     words = {True: "yes", False: "NO", None: "-"}
     text = "| check | wanted | seen | ok | s |\n| --- | --- | --- | --- | --- |\n"
     for row in rows:
@@ -230,7 +230,7 @@ def show(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    """0: all right; 1: a check failed; 2: none did, but there is no GPU here."""
+    """Return 0: all checks passed; 1: a check failed; 2: none failed, but there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--work", type=Path, required=True)

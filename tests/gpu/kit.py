@@ -1,7 +1,7 @@
-"""Gathers what `make gpu-check` needs on a machine without network: `make gpu-kit`.
+"""Collect files for `make gpu-check` on a machine without network: `make gpu-kit`.
 
-Horovod's source, and wheels of the packages that a Python with torch may lack. torch itself,
-NumPy and CUDA's libraries have to be on that machine. Needs nothing but the standard library.
+Horovod's source, and wheels of the packages that a Python with torch may lack. torch, NumPy and
+CUDA's libraries must be on that machine. Requires only the standard library.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 WORK = REPOSITORY / "build" / "gpu-check"
 KIT = WORK / "kit"
 DOWNLOAD_SECONDS = 600
-# Large, and of the machine: its torch fits its driver, its NumPy its torch.
+# Large, and specific to the machine: torch fits its driver, and NumPy fits torch.
 _LEFT_OUT = ("torch", "numpy")
-# What extensions on PyPI are built for; pip takes each by its exact name.
+# Platforms of extensions on PyPI; pip accepts each by its exact name.
 _PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 
 
 def gather(python: str, machine: str) -> None:
-    """Fills `KIT` for a Python ("3.12") and a processor ("x86_64").
+    """Fill `KIT` for a Python ("3.12") and a processor ("x86_64").
 
     Raises:
         UserError: something cannot be downloaded.
@@ -44,14 +44,15 @@ def gather(python: str, machine: str) -> None:
     command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
     for name in _PLATFORMS:
         command += ["--platform", f"{name}_{machine}"]
-    # torch's extensions do not build with a newer one.
+    # torch's extensions do not build with newer versions.
     wanted = [*requirements(), "setuptools<82"]
     if subprocess.run([*command, *wanted], timeout=DOWNLOAD_SECONDS).returncode:
         raise UserError(f"not all packages are there for Python {python} on {machine}")
 
 
 def requirements() -> list[str]:
-    """Of hvdtrain and of Horovod's build, as setup.cfg has them, but for `_LEFT_OUT`."""
+    """Return the requirements of hvdtrain and of Horovod's build from setup.cfg, except
+    `_LEFT_OUT`."""
     config = configparser.ConfigParser()
     config.read(REPOSITORY / "setup.cfg")
     lines = config["options"]["install_requires"] + config["options.extras_require"]["horovod"]
@@ -61,7 +62,7 @@ def requirements() -> list[str]:
 
 
 def main() -> int:
-    """Prints where the kit is, and how large."""
+    """Print the location and size of the kit."""
     parser = argparse.ArgumentParser(description=__doc__)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     parser.add_argument("--python", default=version, help="of the GPU machine (here: %(default)s)")

@@ -34,7 +34,7 @@ class Model(nn.Module):
 
 
 def _gradients(rank: int) -> dict[str, Tensor]:
-    """Of each parameter of Model, those of a rank."""
+    """Return a rank's gradient of each parameter of Model."""
     generator = torch.Generator().manual_seed(rank)
     apart = torch.zeros(64)
     apart[rank] = 1.0 + rank
@@ -49,7 +49,7 @@ def _gradients(rank: int) -> dict[str, Tensor]:
 
 
 def _adasum(gradients: list[Tensor]) -> Tensor:
-    """Pairs of neighbors, then pairs of pairs."""
+    """Combine pairs of neighbors, then pairs of pairs."""
     if len(gradients) == 1:
         return gradients[0]
     pairs = zip(gradients[::2], gradients[1::2], strict=True)
@@ -62,7 +62,8 @@ def _pair(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _step(exchange: BucketedExchange, model: Model, own: dict[str, Tensor], ranks: int) -> None:
-    """In two micro-batches, each divided by how many all ranks have, as the engine does it."""
+    """Run a step in two micro-batches, each divided by the number of all ranks', as the engine
+    does."""
     exchange.begin(2)
     for _ in range(2):
         products = [(p * own[name]).sum().double() for name, p in model.named_parameters()]
@@ -74,7 +75,7 @@ def test_adasum_equals_the_formula_of_the_paper(topology: Topology) -> None:
     ranks, model = topology.world_size, Model()
     exchange = adasum_exchange(build_optimizer(OptimConfig(), model), model)
     every = [_gradients(rank) for rank in range(ranks)]
-    for factor in (1.0, 3.0):  # nothing is left of the step before
+    for factor in (1.0, 3.0):  # no state of the previous step is left
         own = {name: factor * gradient for name, gradient in every[topology.rank].items()}
         _step(exchange, model, own, ranks)
         for name, parameter in model.named_parameters():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hvdtrain.runtime.mesh import Topology
 
-# Of a segment of the ring over MPI, as float32.
+# Elements of a segment of the ring over MPI, as float32.
 SEGMENT = 61440 // 4
 SIZES = {
     "shares of a segment": lambda ranks: ranks * SEGMENT,
@@ -20,7 +20,7 @@ SIZES = {
 
 
 def _of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Small integers: all their sums are exact, as every dtype."""
+    """Return small integers, whose sums are exact in every dtype."""
     return ((torch.arange(size) * (rank + 3)) % 7 - 3).to(dtype)
 
 
@@ -31,7 +31,7 @@ def test_large_sum_is_exact(topology: Topology, size: str, dtype: torch.dtype) -
     elements = SIZES[size](ranks) * 4 // dtype.itemsize
     own = _of(topology.rank, elements, dtype)
     expected = sum(_of(rank, elements, torch.int64) for rank in range(ranks))
-    for _ in range(2):  # what is kept from the first one is no part of the second
+    for _ in range(2):  # the cache of the first one is not part of the second
         found = hvd.allreduce(own, op=hvd.Sum, name=f"{size}.{dtype}")
         assert torch.equal(found.to(torch.int64), expected)
     hvd.allreduce_(own, op=hvd.Sum, name=f"{size}.{dtype}.in_place")
@@ -50,7 +50,7 @@ def test_large_product_and_maximum_are_exact(topology: Topology) -> None:
 
 
 COUNTS = (2, 5, 70000)
-FIRST_ELEMENTS = {  # of tensors in one memory
+FIRST_ELEMENTS = {  # tensors in one buffer
     "one behind the other": (0, 2, 7),
     "in another order": (70005, 70000, 0),
     "with a gap": (0, 3, 8),
@@ -63,7 +63,7 @@ def test_tensors_in_one_buffer_are_summed_like_separate_ones(
     topology: Topology, layout: str
 ) -> None:
     ranks = range(topology.world_size)
-    # Each rank decides for itself whether it copies: rank 0 does, in each case.
+    # Each rank decides whether it copies: rank 0 does, in each case.
     first = FIRST_ELEMENTS["with a gap" if topology.rank == 0 else layout]
     memory = torch.full((80000,), 9.0)
     tensors = [memory[f : f + count] for f, count in zip(first, COUNTS, strict=True)]
@@ -73,4 +73,4 @@ def test_tensors_in_one_buffer_are_summed_like_separate_ones(
     for number, tensor in enumerate(tensors):
         expected = sum(_of(rank + number, len(tensor), torch.float32) for rank in ranks)
         assert torch.equal(tensor, expected)
-    assert int((memory == 9.0).sum()) == 80000 - sum(COUNTS)  # nothing beside them was written
+    assert int((memory == 9.0).sum()) == 80000 - sum(COUNTS)  # memory around them was not written

@@ -12,7 +12,7 @@ from torch import Tensor
 from hvdtrain.runtime.mesh import Topology
 
 ODD_SIZES = (0, 1, 7, 1001)
-# Of two ranks there is one order to add in, of more there are several.
+# Two ranks have one order of addition, more ranks have several.
 REDUCTIONS = {
     "sum": (hvd.Sum, torch.add),
     "product": (hvd.Product, torch.mul),
@@ -22,8 +22,8 @@ REDUCTIONS = {
 
 
 def _numbers(rank: int) -> Tensor:
-    """(65536,): every bfloat16 there is, subnormals, infinities and NaN too; in another order on
-    each rank."""
+    """Return (65536,): every bfloat16 value, with subnormals, infinities and NaN, in a different
+    order on each rank."""
     patterns = torch.arange(1 << 16)
     order = torch.randperm(1 << 16, generator=torch.Generator().manual_seed(rank))
     return patterns[order].to(torch.uint16).view(torch.bfloat16)
@@ -34,7 +34,7 @@ def _of(rank: int, *shape: int) -> Tensor:
 
 
 def _rounded(found: Tensor, expected: Tensor) -> None:
-    """Where `expected`, float32, is rounded once to nearest even, as torch does it."""
+    """Return where `expected`, float32, is rounded once to nearest even, as torch does it."""
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
@@ -47,7 +47,7 @@ def test_reductions_equal_rounded_float32(topology: Topology, name: str) -> None
     each = [_numbers(rank).float() for rank in range(topology.world_size)]
     expected = reduce(combine, each)
     found = hvd.allreduce(_numbers(topology.rank), op=op, name=f"numbers.{name}")
-    if name in ("min", "max"):  # of a NaN and a number either may come
+    if name in ("min", "max"):  # for a NaN and a number either may result
         comparable = ~expected.isnan()
         found, expected = found[comparable], expected[comparable]
     _rounded(found, expected)

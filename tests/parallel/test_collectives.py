@@ -84,7 +84,7 @@ def test_tensor_broadcast_in_chunks_arrives_unchanged(
     assert torch.equal(tensors["a"], torch.arange(5001))
 
 
-# (timeout in seconds, ranks, ranks of a host): how many copies follow each other on a host's wire.
+# (timeout in seconds, ranks, ranks per host): number of consecutive copies on a host's link.
 COPIES = {(3, 2, 1): 1, (3, 4, 2): 6, (4, 16, 8): 80, (7, 64, 8): 168, (30, 1000, 8): 440}
 
 
@@ -112,4 +112,4 @@ def test_thread_waiting_for_another_rank_uses_no_processor(topology: Topology) -
         time.sleep(1)
     begin = time.thread_time()
     sum_(torch.zeros(1), "late")
-    assert time.thread_time() - begin < 0.2  # s; the others wait for 1 s
+    assert time.thread_time() - begin < 0.2  # seconds; the other ranks wait for 1 s

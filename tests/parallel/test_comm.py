@@ -1,4 +1,4 @@
-"""hvdtrain.comm as its callers see it, on several ranks and on one."""
+"""hvdtrain.comm on several ranks and on one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OTHERS = (torch.bool, torch.uint8, torch.int16, torch.complex64)
 
 
 def _of(rank: int, dtype: torch.dtype = torch.float32, rows: int = 3) -> Tensor:
-    """(rows, 2), other values on each rank; small numbers, of which sums are exact."""
+    """Return (rows, 2) with different values on each rank; small numbers, whose sums are exact."""
     return (torch.arange(2 * rows).reshape(rows, 2) % 7 * (rank + 1)).to(dtype)
 
 
 def _every(topology: Topology, dtype: torch.dtype) -> Tensor:
-    """(ranks, rows, 2)."""
+    """Return the values of all ranks: (ranks, rows, 2)."""
     return torch.stack([_of(rank, dtype) for rank in range(topology.world_size)])
 
 
@@ -97,14 +97,14 @@ def test_reduce_scatter_gives_each_rank_its_own_rows(
 
 
 def test_16_bit_sums_are_rounded_once(topology: Topology) -> None:
-    # 256 + 1 has no bfloat16: it is 256 again.
+    # 256 + 1 is not a bfloat16 number: it is rounded to 256.
     own = torch.tensor([256.0 if topology.rank == 0 else 1.5], dtype=torch.bfloat16)
     expected = torch.tensor([256 + 1.5 * (topology.world_size - 1)]).bfloat16()
     _same(comm.all_reduce(own), expected)
 
 
 def _takes_part(call: Callable[[], object], topology: Topology) -> None:
-    """Afterwards the ranks talk to each other as before."""
+    """Check that the ranks communicate afterwards as before."""
     call()
     assert comm.all_reduce(torch.ones(())) == topology.world_size
 
@@ -163,7 +163,7 @@ def test_mistake_is_reported_before_a_collective_begins(topology: Topology, mist
             call()
         assert str(caught.value).startswith("comm.")
 
-    # On one rank only: the others wait for nothing.
+    # On one rank only; the other ranks do not wait.
     _takes_part(mistaken if topology.rank == 0 else lambda: None, topology)
 
 

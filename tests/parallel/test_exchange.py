@@ -24,7 +24,7 @@ WIDTH = 6
 
 
 class Model(nn.Module):
-    """Two layers always used, one in odd micro-batches only, one never; one frozen."""
+    """Two layers always used, one in odd micro-batches only, one never; one is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 def _model() -> Model:
     torch.manual_seed(0)
-    return Model().double()  # sums in another order then differ by 1e-16, mistakes by more
+    return Model().double()  # sums in another order then differ by 1e-16, errors by more
 
 
 def _loss(model: Model, step: int, number: int) -> Tensor:
@@ -51,7 +51,7 @@ def _loss(model: Model, step: int, number: int) -> Tensor:
 
 
 def _alone(shares: Callable[[int, int], list[int]], steps: int, ranks: int) -> list[list[Tensor]]:
-    """Gradients of each step, by one process that works on the micro-batches of all ranks."""
+    """Return the gradients of each step on one process with the micro-batches of all ranks."""
     model = _model()
     optimizer = build_optimizer(OptimConfig(lr=0.05), model)
     gradients = []
@@ -99,7 +99,7 @@ def _exchange(name: str, optimizer: Optimizer, model: nn.Module) -> Exchange:
     return DenseExchange(optimizer, model, wire="float32" if name == "dense" else name)
 
 
-# What a fixed-point gradient leaves out, over the micro-batches of a step.
+# Rounding of a fixed-point gradient, over the micro-batches of a step.
 ROUNDING = {"dense": 1e-14, "exact": 8 * UNIT, "all of topk": 1e-14}
 
 
@@ -133,7 +133,7 @@ def test_interrupted_step_does_not_affect_the_next_one(topology: Topology, name:
     model = _model()
     exchange = _exchange(name, build_optimizer(OptimConfig(lr=0.05), model), model)
     exchange.begin(1)
-    model.last(torch.ones(WIDTH, dtype=torch.float64)).sum().backward()  # no further
+    model.last(torch.ones(WIDTH, dtype=torch.float64)).sum().backward()  # not below
     exchange.abort()
     own = SHARES["even"](0, topology.rank)
     exchange.begin(len(own))
@@ -157,7 +157,7 @@ def test_gradients_of_a_bucket_are_contiguous_in_memory(topology: Topology, pass
         for number in range(passes):
             model(torch.ones(4, WIDTH, dtype=torch.float64), 2 * number + 1).sum().backward()
         exchange.reduce()
-        reached = [model.last.bias, model.last.weight]  # backward comes to them in this order
+        reached = [model.last.bias, model.last.weight]  # the order in which backward reaches them
         first, second = (_gradient(parameter) for parameter in reached)
         assert first.data_ptr() + first.nbytes == second.data_ptr(), step
 
@@ -178,7 +178,7 @@ def test_ranks_stay_bitwise_identical(topology: Topology) -> None:
 
 
 def _gradients_on(wire: str, topology: Topology) -> Callable[[float], tuple[list[Tensor], ...]]:
-    """Of a step whose loss has a scale: those of the exchange, those of one process."""
+    """Return the gradients of a step with a loss scale: from the exchange, and from one process."""
     model = _model()
     optimizer = build_optimizer(OptimConfig(lr=0.05), model)
     exchange = _exchange(wire, optimizer, model)
@@ -246,7 +246,7 @@ def test_compression_keeps_residuals_and_ranks_receive_identical_bits(
         exchange.begin(1)
         model(x).square().mean().backward()
         exchange.reduce()
-        exchange.commit(applied=step != 2)  # that step was skipped: it is as if it never was
+        exchange.commit(applied=step != 2)  # the skipped step has no effect
         bits = [_gradient(p).tolist() for p in received]
         assert all(other == bits for other in gather_json(bits, "gradients"))
         if step != 2:

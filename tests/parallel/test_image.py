@@ -42,7 +42,7 @@ def test_batchnorm_statistics_and_gradients_cover_the_global_batch(
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {}
     for step in range(2):
         torch.manual_seed(step)
-        # Each sample has another mean, so that each rank has other statistics.
+        # Each sample has a different mean, so that each rank has different statistics.
         rows = torch.randn(shape, dtype=dtype)
         rows += torch.arange(len(rows)).view(-1, *[1] * (dimensions - 1))
         weights = torch.linspace(-1, 2, len(rows), dtype=dtype)
@@ -83,7 +83,7 @@ def test_top_1_and_top_5_are_exact_over_all_images(topology: Topology) -> None:
     torch.manual_seed(0)
     model = task.model()
     _, batch = next(validation_batches(data, [range(64)], Group(0, 1), seed=0))
-    task.loss(model, batch)  # some statistics
+    task.loss(model, batch)  # any statistics
     context = replicated(topology)
     evaluate = Evaluate(
         EvalConfig(batches=100),

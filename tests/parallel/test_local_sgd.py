@@ -1,4 +1,4 @@
-"""Local SGD: ranks equal a plain loop over as many models in one process."""
+"""Local SGD: ranks equal a plain loop over the same number of models in one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-9}
 
 
 class _Task:
-    """One layer may be frozen; a batch with a NaN has a loss that is NaN."""
+    """A model with a layer that may be frozen; a batch with a NaN has a NaN loss."""
 
     frozen = False
 
@@ -60,7 +60,7 @@ def _optimizer(model: nn.Module, name: str) -> Optimizer:
 
 
 class _Rank:
-    """This rank, with the parts that a run has."""
+    """This rank, with the objects of a run."""
 
     def __init__(
         self, topology: Topology, name: str, micro_batches: int, outer: Nesterov | None = None
@@ -76,7 +76,7 @@ class _Rank:
         self.assignment = Assignment(micro_batches, Group(topology.rank, topology.world_size))
 
     def step(self, step: int, average: bool, poisoned: bool = False) -> bool:
-        """Whether it was applied."""
+        """Run a step; return whether it was applied."""
         batches = [_batch(step, j) for j in self.assignment]
         if poisoned and self.topology.rank == self.topology.world_size - 1:
             batches[0][0, 0] = float("nan")
@@ -87,7 +87,7 @@ class _Rank:
         return result.applied
 
     def digests(self) -> set[bytes]:
-        """Of the states of all ranks; one where they are replicas."""
+        """Return the digests of all ranks' states; one digest if they are replicas."""
         return set(gather_bytes(TensorHash()(self.state.compared()), "digests"))
 
     def copy(self) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ def _step(task: Any, model: nn.Module, optimizer: Optimizer, exchange: Any, rank
 
 
 class _Plain:
-    """Local SGD and DiLoCo as their papers have them: all ranks' models in this process."""
+    """Local SGD and DiLoCo as in their papers: all ranks' models in this process."""
 
     def __init__(self, name: str, ranks: int, micro_batches: int, outer: Nesterov | None) -> None:
         self.models = [_Task().model() for _ in range(ranks)]
@@ -190,7 +190,7 @@ def test_averaging_after_each_step_equals_steps_with_the_mean_gradient(
     topology: Topology, share: str
 ) -> None:
     rank = _Rank(topology, "sgd", SHARES[share])
-    rank.run_step._update._clip_norm = 0.0  # a norm of its own for each rank is another clipping
+    rank.run_step._update._clip_norm = 0.0  # separate norms for the ranks clip differently
     dense = _Rank(topology, "sgd", SHARES[share])
     model = dense.task.model()
     optimizer = _optimizer(model, "sgd")
@@ -205,7 +205,7 @@ def test_averaging_after_each_step_equals_steps_with_the_mean_gradient(
             rank.state.model.parameters(), model.parameters(), strict=True
         ):
             torch.testing.assert_close(parameter, expected, **CLOSE)
-    # The statistics of BatchNorm follow from all micro-batches in each step.
+    # BatchNorm's statistics come from all micro-batches in each step.
     for buffer, expected_buffer in zip(rank.state.model.buffers(), model.buffers(), strict=True):
         torch.testing.assert_close(buffer, expected_buffer, **CLOSE)
 
@@ -219,7 +219,7 @@ def test_nonfinite_step_is_skipped_on_all_ranks(topology: Topology) -> None:
     assert rank.step(2, average=True)
     assert len(rank.digests()) == 1
     before = rank.copy()
-    # A period of which nothing counts: no momentum moves anything.
+    # A period without applied steps: no momentum changes anything.
     assert not rank.step(3, average=True, poisoned=True)
     assert not rank.exchange.diverged
     assert all(torch.equal(t, before[name]) for name, t in rank.copy().items())
@@ -241,7 +241,7 @@ def test_averaging_does_not_change_frozen_parameters(topology: Topology) -> None
 def test_failure_between_averages_restores_the_last_common_state(topology: Topology) -> None:
     rank = _Rank(topology, "adamw", 2 * topology.world_size, OUTER)
     snapshot = Snapshot(rank.state)
-    snapshot.keep()  # before the first step, where the optimizer has no state
+    snapshot.keep()  # before the first step, when the optimizer has no state
     beginning = rank.copy()
     for number in range(2):
         rank.step(number, average=False)

@@ -34,7 +34,7 @@ FIRST = 2.0**16
 
 
 class _Task:
-    """Its gradients are multiplied with what the first element of a batch says."""
+    """A task whose gradients are multiplied by the first element of a batch."""
 
     def datasets(self) -> Datasets:
         raise NotImplementedError
@@ -57,7 +57,7 @@ def _batch(step: int, number: int, factor: float) -> Tensor:
 
 
 class _Rank:
-    """This rank, with the parts that a run has."""
+    """This rank, with the objects of a run."""
 
     def __init__(self, topology: Topology, precision: str, exchange: ExchangeConfig) -> None:
         self._topology = topology
@@ -93,14 +93,14 @@ class _Rank:
         self._assignment = Assignment(micro_batches, Group(topology.rank, topology.world_size))
 
     def step(self, step: int, overflows: bool = False) -> StepResult:
-        """In a step that overflows the last rank's first gradients are 1e4 times as large."""
+        """Run a step; in an overflow the last rank's first gradients are 1e4 times as large."""
         last = self._topology.rank == self._topology.world_size - 1
         factors = {next(iter(self._assignment)): 1e4 if overflows and last else 0.1}
         batches = [_batch(step, j, factors.get(j, 0.1)) for j in self._assignment]
         return self._step(iter(batches), self._assignment, 0.01, Flags(False, False, step))
 
     def digests(self) -> set[bytes]:
-        """Of the states of all ranks; one where they are replicas."""
+        """Return the digests of all ranks' states; one digest if they are replicas."""
         return set(gather_bytes(TensorHash()(self.state.compared()), "digests"))
 
     def copy(self) -> dict[str, dict[str, Tensor]]:
@@ -120,7 +120,7 @@ def _equal(one: dict[str, dict[str, Tensor]], other: dict[str, dict[str, Tensor]
 
 
 def _resumed(rank: _Rank, topology: Topology, precision: str, exchange: ExchangeConfig) -> _Rank:
-    """Another one with its state: rank 0 has loaded it, and the others got it from there."""
+    """Return another rank object with its state, loaded by rank 0 and received by the others."""
     other, saved = _Rank(topology, precision, exchange), rank.copy()
     for part in other.state.parts:
         if topology.rank == 0 or part.scope == "local":

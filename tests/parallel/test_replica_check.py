@@ -24,7 +24,7 @@ GRID = Grid((0, 1), {})
 
 
 def _state(seed: int) -> RunState:
-    """After one step; BatchNorm's buffers follow from the seed too."""
+    """Return the state after one step; BatchNorm's buffers also depend on the seed."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
     optimizer = build_optimizer(OptimConfig(), model)

@@ -29,7 +29,7 @@ def _state(seed: int, name: str = "adamw") -> RunState:
     model = _model(seed)
     config = OptimConfig(name=name, lr=0.1)  # type: ignore[arg-type]
     optimizer = build_optimizer(config, model)
-    DenseExchange(optimizer, model)  # its hooks see what is trained here
+    DenseExchange(optimizer, model)  # its hooks see the tensors that are trained here
     return RunState(model, optimizer, Progress(), identity={})
 
 
@@ -42,7 +42,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
 
 
 def _trained(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """What rank 0 resumes from, made without Horovod."""
+    """Return a state for rank 0 to resume from, made without Horovod."""
     model = _model(3)
     config = OptimConfig(name=name, lr=0.1)  # type: ignore[arg-type]
     optimizer = build_optimizer(config, model)
@@ -64,7 +64,7 @@ def test_fresh_state_is_broadcast_without_optimizer_state(topology: Topology) ->
 
 
 def test_horovods_own_broadcast_still_fills_the_optimizer_state(topology: Topology) -> None:
-    # Why there is one of our own. If this fails, Horovod's could be used instead.
+    # The reason for hvdtrain's own broadcast. If this fails, Horovod's could be used instead.
     state = _state(seed=0)
     hvd.broadcast_optimizer_state(state.optimizer, root_rank=0)
     assert state_tensors(state.optimizer, state.model) != {}
@@ -84,7 +84,7 @@ def test_resumed_state_of_rank_0_reaches_every_rank(topology: Topology, name: st
 
 
 def test_rank_that_is_a_step_behind_catches_up(topology: Topology) -> None:
-    # After a failure: the same tensors by name and shape, but one step apart.
+    # As after a failure: the same tensors by name and shape, but one step apart.
     model, optimizer = _trained("adamw")
     most_advanced = topology.world_size - 1
     ahead = topology.rank == most_advanced

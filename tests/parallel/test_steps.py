@@ -1,4 +1,4 @@
-"""Training steps with frozen parameters, nonfinite gradients and weighted losses."""
+"""Training steps with frozen parameters, non-finite gradients and weighted losses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTH = 8
 
 
 class _Task:
-    """Freezes and thaws the first layer as told, when its loss is called."""
+    """A task whose loss freezes and unfreezes the first layer as configured."""
 
     def __init__(self, when: str) -> None:
         self.when = when
@@ -99,14 +99,14 @@ def test_only_frozen_parameters_stay_unchanged(
     model, alone = task.model(), task.model()
     step = _step(task, model, _optimizer(model, name), micro_batches, topology, exact)
     optimizer = _optimizer(alone, name)
-    # What a fixed-point gradient has not is divided by its size by AdamW.
+    # AdamW divides the rounding of a fixed-point gradient by the gradient's size.
     close = {"rtol": 1e-6, "atol": 1e-6} if exact else {"rtol": 1e-9, "atol": 1e-12}
     for number, frozen in enumerate(FROZEN):
         own = Assignment(micro_batches, Group(topology.rank, topology.world_size))
         task.frozen = frozen
         before = [p.detach().clone() for p in model[0].parameters()]
         step((_batch(number, j) for j in own), own, 0.05, Flags(False, False, number))
-        # One plain loop over all micro-batches, in which nothing has a gradient but what trains.
+        # A plain loop over all micro-batches, in which only trained parameters have gradients.
         optimizer.zero_grad()
         for j in range(micro_batches):
             (alone(_batch(number, j)).square().mean() / micro_batches).backward()
@@ -160,7 +160,7 @@ def test_skipped_step_leaves_the_state_of_every_rank_unchanged(topology: Topolog
 
 
 class _Weighted(_Task):
-    """Rows of a batch have different numbers of valid values: the rest are NaN-free padding."""
+    """A loss over rows with different numbers of valid values, padded with finite values."""
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Any]:
         valid = batch[:, 0] > 0
@@ -199,7 +199,7 @@ def test_weighted_loss_is_averaged_over_the_global_batch(topology: Topology, sha
 
 
 class _SometimesWeighted(_Weighted):
-    """One micro-batch of a step gives a mean, on one rank."""
+    """One micro-batch of a step returns a mean, on one rank."""
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Any]:
         found = super().loss(model, batch)

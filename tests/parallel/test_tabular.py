@@ -1,4 +1,4 @@
-"""The task `tabular` on several ranks: metrics over all rows, and columns found jointly."""
+"""The task `tabular` on several ranks: metrics over all rows, and jointly computed columns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.datasets import KEYS, sales, write
 
 
 class _Scores:
-    """Rows are a score and a class already."""
+    """A task whose rows already are a score and a class."""
 
     def __init__(self, lost: int = 0) -> None:
         self.seen: list[Tensor] = []

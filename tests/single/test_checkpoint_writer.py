@@ -246,7 +246,7 @@ def test_run_waits_until_its_last_step_is_saved(tmp_path: Path, disk: Disk) -> N
 def test_pending_last_save_times_out_with_an_error(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(writer, "TIMEOUT_S", 0.2)
     training = Training(tmp_path, CheckpointConfig(every=4), steps=4)
     disk.free.clear()
     for _ in range(4):

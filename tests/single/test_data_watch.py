@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hvdtrain.telemetry.straggler import COLUMNS, PATIENCE, DataWatch
+from hvdtrain.telemetry.straggler import COLUMNS, CONSECUTIVE, DataWatch
 
 
 def _table(data: float, compute: float) -> torch.Tensor:
@@ -18,10 +18,10 @@ def _table(data: float, compute: float) -> torch.Tensor:
 def test_steps_that_wait_for_data_are_reported_once() -> None:
     watch = DataWatch()
     slow, fast = _table(3.0, 2.0), _table(0.1, 2.0)
-    said = [watch.look(slow) for _ in range(PATIENCE - 1)]
+    said = [watch.look(slow) for _ in range(CONSECUTIVE - 1)]
     said += [watch.look(fast)]
-    assert said == [None] * PATIENCE
-    assert [watch.look(slow) for _ in range(PATIENCE + 2)] == [None, None, 1.5, None, None]
+    assert said == [None] * CONSECUTIVE
+    assert [watch.look(slow) for _ in range(CONSECUTIVE + 2)] == [None, None, 1.5, None, None]
     assert [watch.look(table) for table in (fast, slow, slow, slow, slow)] == [None] * 5
 
 

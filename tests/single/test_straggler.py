@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hvdtrain.engine.callbacks.stragglers import Speeds
 from hvdtrain.runtime.mesh import Grid
-from hvdtrain.telemetry.straggler import COLUMNS, PATIENCE, StragglerWatch, own_seconds
+from hvdtrain.telemetry.straggler import COLUMNS, CONSECUTIVE, StragglerWatch, own_seconds
 from hvdtrain.telemetry.straggler import scores as scores_on
 
 Row = dict[str, float]
@@ -62,24 +62,24 @@ def test_slow_rank_is_named_once_with_its_phase() -> None:
     }.items():
         watch = StragglerWatch(0.75, _plain(3))
         assert watch.look(_table(*WELL)) == []
-        assert _last(watch, [*WELL[:2], slow], PATIENCE) == [(2, True, kind)]
+        assert _last(watch, [*WELL[:2], slow], CONSECUTIVE) == [(2, True, kind)]
         assert watch.slow == {2: kind}
         assert _last(watch, [*WELL[:2], slow], 5) == []
-        assert _last(watch, WELL, PATIENCE) == [(2, False, kind)]
+        assert _last(watch, WELL, CONSECUTIVE) == [(2, False, kind)]
         assert watch.slow == {}
 
 
-def test_slowness_shorter_than_the_patience_is_tolerated() -> None:
+def test_slowness_of_fewer_comparisons_is_tolerated() -> None:
     watch = StragglerWatch(0.75, _plain(3))
     for _ in range(5):
-        assert _last(watch, [*WELL[:2], _row(compute=0.2)], PATIENCE - 1) == []
+        assert _last(watch, [*WELL[:2], _row(compute=0.2)], CONSECUTIVE - 1) == []
         assert watch.look(_table(*WELL)) == []
 
 
 def test_low_score_that_costs_the_others_no_time_is_tolerated() -> None:
     quick = [_row(data=0, compute=0.001, comm=0.1), _row(data=0, compute=0.003, comm=0.098)]
     assert scores(_table(*quick))[1] < 0.5
-    assert _last(StragglerWatch(0.75, _plain(2)), quick, PATIENCE + 1) == []
+    assert _last(StragglerWatch(0.75, _plain(2)), quick, CONSECUTIVE + 1) == []
 
 
 def test_score_accounts_for_the_number_of_micro_batches() -> None:
@@ -93,7 +93,7 @@ def test_score_accounts_for_the_number_of_micro_batches() -> None:
 
 def _said(watch: StragglerWatch, *rows: Row) -> list[tuple[tuple[int, ...], int | None, str]]:
     """Whom it names when it sees the same again and again."""
-    verdicts = [v for _ in range(PATIENCE) for v in watch.look(_table(*rows))]
+    verdicts = [v for _ in range(CONSECUTIVE) for v in watch.look(_table(*rows))]
     assert all(verdict.slow for verdict in verdicts)
     return [(v.ranks, v.stage, v.kind) for v in verdicts]
 
@@ -148,7 +148,7 @@ def test_scores_are_in_range_and_the_fastest_rank_is_never_slow(rows: list[Row])
     assert ((found > 0) & (found <= 1)).all()
     assert found.max() == 1.0
     watch = StragglerWatch(0.75, _plain(len(rows)))
-    verdicts = [verdict for _ in range(PATIENCE) for verdict in watch.look(_table(*rows))]
+    verdicts = [verdict for _ in range(CONSECUTIVE) for verdict in watch.look(_table(*rows))]
     assert all(found[verdict.ranks[0]] < 0.75 and verdict.slow for verdict in verdicts)
     assert watch.slow == {verdict.ranks[0]: verdict.kind for verdict in verdicts}
 
@@ -160,9 +160,9 @@ def test_persistently_slow_rank_gets_fewer_micro_batches() -> None:
     assert speeds.look(_table(*WELL), [4, 4, 4]) is None
     assert speeds.look(_table(*WELL[:2], slow), [4, 4, 4]) == [5, 5, 2]
     done = [_row(micro_batches=5), _row(micro_batches=5), _row(micro_batches=2)]
-    for _ in range(2 * PATIENCE):
+    for _ in range(2 * CONSECUTIVE):
         assert speeds.look(_table(*done), [5, 5, 2]) is None
     speeds = Speeds()
-    for _ in range(2 * PATIENCE):
+    for _ in range(2 * CONSECUTIVE):
         assert speeds.look(_table(*WELL[:2], _row(compute=0.065)), [4, 4, 4]) is None
         assert speeds.look(_table(*WELL, _row(micro_batches=0)), [4, 4, 4, 0]) is None

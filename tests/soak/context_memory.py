@@ -1,8 +1,8 @@
 """Memory of a training step as the sequence grows with the ranks that share it.
 
-    python -m tests.soak.context_memory [tokens of a rank]
+    python -m tests.soak.context_memory [tokens per rank]
 
-Prints, for each pattern and 1, 2 and 4 ranks, by how much the largest rank grew in a step.
+Prints, for each pattern and 1, 2 and 4 ranks, the largest growth of any rank's memory in a step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMALL = GPTConfig(layers=2, heads=2, kv_heads=1, width=32, vocab_size=64)
 
 
 def pattern(name: str, context: int) -> dict[str, Any]:
-    """Keys of a pattern whose longest segment is the context, every 16th token of it."""
+    """Return keys of a pattern whose longest segment is the context, with a rate of 16."""
     if name == "dilated":
         lengths = [512, context]
         return {"attention": name, "segment_lengths": lengths, "dilation_rates": [1, 16]}
@@ -33,7 +33,7 @@ def pattern(name: str, context: int) -> dict[str, Any]:
 
 
 def grown(name: str, tokens: int) -> float:
-    """MiB by which this rank grows in a forward and a backward pass, at the most."""
+    """Return the maximum growth of this rank in MiB in a forward and a backward pass."""
     context = tokens * dist.get_world_size()
     model = GPT(replace(SMALL, context=context, **pattern(name, context)))
     assert dist.group.WORLD is not None
@@ -41,9 +41,9 @@ def grown(name: str, tokens: int) -> float:
     for size in (tokens // 8 * dist.get_world_size(), context):
         text = torch.randint(64, (1, size + 1))
         dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins at what is held now
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts at the current memory
         before = _kibibytes("VmRSS")
-        # The first, short one loads code, which is memory too.
+        # The first, short pass loads code, which also uses memory.
         model.loss(text[:, :-1], text[:, 1:]).backward()
     return (_kibibytes("VmHWM") - before) / 1024
 

@@ -1,7 +1,7 @@
-"""`make exchange-check`: ways to exchange gradients on networks of several speeds; needs root.
+"""`make exchange-check`: exchanges on networks of several speeds; requires root.
 
 Each row but one is a command of `hvdtrain bench` on two hosts of one core each, or on this host
-alone.
+only.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ TWO_HOSTS = ["--hosts", "node1:1,node2:1"]
 
 @dataclass(frozen=True)
 class Bench:
-    """Args: words after `hvdtrain bench`; hosts: on these, else on all of this machine; Mbit/s."""
+    """A row: arguments of `hvdtrain bench`, its hosts (default: this machine), and Mbit/s."""
 
     words: Sequence[str]
     hosts: bool = True
     mbit: int | None = None
 
     def __call__(self, hosts: PinnedHosts) -> bool:
-        """Whether it could be measured."""
+        """Run it; return whether it could be measured."""
         command = [sys.executable, "-m", "hvdtrain.cli", "bench", *self.words]
         if not self.hosts:
             here = subprocess.run(command, env=os.environ | ENV, timeout=LIMIT_S)

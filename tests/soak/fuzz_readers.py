@@ -1,9 +1,10 @@
-"""Feeds the readers of run directories with files that hypothesis generates.
+"""Fuzz the readers of run directories with files that hypothesis generates.
 
     python tests/soak/fuzz_readers.py [SECONDS]
 
-A reader returns, or raises an error that is shown in one line. tests/single/test_reader_fuzz.py
-runs a few examples of each; this runs them for 10 minutes, and prints what made a reader fail.
+A reader must return, or raise an error that is shown in one line. tests/single/test_reader_fuzz.py
+runs a few examples of each; this runs them for 10 minutes, and prints the input on which a reader
+failed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ _LINE = b"\n"
 
 
 def altered(value: Any, data: DataObject, depth: int = 0) -> Any:
-    """A JSON value with one place replaced, removed or repeated."""
+    """Draw a JSON value with one place replaced, removed or repeated."""
     inner = isinstance(value, dict | list) and len(value) > 0
     if not inner or depth > 4 or data.draw(st.integers(0, 3)) == 0:
         return data.draw(VALUES)
@@ -86,7 +87,7 @@ def altered(value: Any, data: DataObject, depth: int = 0) -> Any:
 
 
 def torn(content: bytes, data: DataObject) -> bytes:
-    """Bytes that a disk or a person changed, most often none."""
+    """Draw bytes that a disk or a person has changed, most often none."""
     kind = data.draw(st.sampled_from(["same"] * 4 + ["cut", "byte", "deep", "insert"]))
     at = data.draw(st.integers(0, len(content)))
     if kind == "cut":
@@ -105,7 +106,7 @@ def _json(value: Any) -> bytes:
 
 
 def _altered_file(path: Path, data: DataObject) -> None:
-    """A line, or the object of a whole file, is changed."""
+    """Change a line, or the object of a whole file."""
     content = path.read_bytes()
     if path.suffix == ".jsonl":
         lines = content.splitlines()
@@ -187,7 +188,7 @@ _FILES = ("metrics.jsonl", "events.jsonl", "ranks.jsonl", "manifest.json", ".own
 
 
 def run_directory(root: Path, data: DataObject) -> None:
-    """`ls`, `audit`, `report`, `doctor`, `top`, --serve, `launch` and the API."""
+    """Fuzz `ls`, `audit`, `report`, `doctor`, `top`, --serve, `launch` and the API."""
     run = _history(root / "runs/one", data)
     for name in data.draw(st.lists(st.sampled_from(_FILES), min_size=1, max_size=3, unique=True)):
         _altered_file(run / name, data)
@@ -219,7 +220,7 @@ def run_directory(root: Path, data: DataObject) -> None:
 
 
 def configuration(root: Path, data: DataObject) -> None:
-    """The configuration of a run, and of a checkpoint's run."""
+    """Fuzz the configuration of a run, and of a checkpoint's run."""
     text = (
         "task: &a language_model\nmodel: {vocab_size: null, layers: [1, 2]}\nb: *a\nc: !!set {x}\n"
     )
@@ -237,7 +238,7 @@ def configuration(root: Path, data: DataObject) -> None:
 
 
 def hosts(root: Path, data: DataObject) -> None:
-    """A hostfile, a list of hosts and Slurm's tasks of nodes."""
+    """Fuzz a hostfile, a list of hosts and Slurm's tasks per node."""
     words = st.sampled_from(
         ["node1", " slots=", ":", "8", ",", "(x", ")", "#", "\n", "max_slots=2"]
     )
@@ -272,7 +273,7 @@ def _tensor_file(data: DataObject, pieces: bool) -> bytes:
 
 
 def tensors(root: Path, data: DataObject) -> None:
-    """A file of tensors, and the pieces that it says they are."""
+    """Fuzz a file of tensors, and the shard positions in its metadata."""
     content = torch.frombuffer(
         bytearray(_tensor_file(data, True)) or bytearray(1), dtype=torch.uint8
     )
@@ -288,7 +289,7 @@ class _Model(nn.Module):
 
 
 def checkpoint(root: Path, data: DataObject) -> None:
-    """A checkpoint whose checksums are valid, or were altered themselves."""
+    """Fuzz a checkpoint whose checksums are valid, or altered themselves."""
     directory = root / "run/checkpoints/step_00000003"
     directory.mkdir(parents=True)
     state: Any = {
@@ -342,7 +343,7 @@ def checkpoint(root: Path, data: DataObject) -> None:
 
 
 def profile(root: Path, data: DataObject) -> None:
-    """`profile summary`: figures of ranks, their traces, and Horovod's timeline."""
+    """Fuzz `profile summary`: metrics of ranks, their traces, and Horovod's timeline."""
     directory = root / "run/profile"
     directory.mkdir(parents=True)
     phases = dict.fromkeys(("data", "forward", "backward", "comm_exposed", "optimizer"), 0.1)
@@ -374,7 +375,7 @@ READERS: dict[str, Callable[[Path, DataObject], None]] = {
 
 
 def examine(reader: str, examples: int) -> None:
-    """Raises what a reader raised; hypothesis says for which draws."""
+    """Raise what a reader raised; hypothesis reports the draws."""
 
     @settings(
         max_examples=examples,

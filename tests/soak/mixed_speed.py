@@ -1,6 +1,7 @@
-"""Two hosts, one of which another program takes half of: steps with `batch.deal` even and speed.
+"""Two hosts, of which another program uses half of one: steps with `batch.deal` even and speed.
 
-It tells how much of the sum of the speeds the ranks reach: what each trains alone, both at once.
+Reports the throughput as a fraction of the sum of the ranks' speeds, measured when each rank trains
+alone, both at the same time.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from statistics import median
 from hvdtrain.bench.processes import MARK, QUIET, launch, worker
 from tests.soak.pinned import NAMES, PinnedHosts
 
-# So large that the exchange, which the sum of the speeds leaves out, is a small part of a step.
+# Large enough that the exchange, which the sum of the speeds excludes, is a small part of a step.
 MICRO_SIZE = 8
 GLOBAL_SIZE = 12 * MICRO_SIZE
 STEPS = 50
 ROUNDS = 3
-DEALT = 30  # steps until which speeds are learnt
+DEALT = 30  # steps until speeds are known
 FLAGS = [f"--batch.global_size={GLOBAL_SIZE}", f"--batch.micro_size={MICRO_SIZE}", *QUIET]
 LIMIT_S = 900.0
 
 
 def measure(hosts: PinnedHosts) -> bool:
-    """Prints it; whether losses of both ways are the same."""
+    """Measure and print; return whether the losses of both assignments agree."""
     hosts.limit(None)
     found: dict[str, list[float]] = {"even": [], "speed": []}
     losses: dict[str, list[float]] = {}
@@ -58,7 +59,7 @@ def _half_of(hosts: PinnedHosts, host: str) -> Iterator[None]:
 
 
 def _rates_alone(hosts: PinnedHosts) -> list[float]:
-    """Samples a second of one rank on each host, at the same time."""
+    """Return samples per second of one rank on each host, measured at the same time."""
     command = worker("rate-hvdtrain", 8, FLAGS)
 
     def rate(host: str) -> float:
@@ -72,7 +73,7 @@ def _rates_alone(hosts: PinnedHosts) -> list[float]:
 
 
 def _trained(hosts: PinnedHosts, deal: str, name: str) -> tuple[float, list[float]]:
-    """(median of the seconds of a step once speeds are known, losses)."""
+    """Return (median step time once speeds are known, losses)."""
     flags = [f"--batch.deal={deal}", f"--train.steps={STEPS}", *FLAGS]
     where = [f"--run.root={hosts.shared}/runs", f"--run.id={name}"]
     train = [sys.executable, "-m", "hvdtrain.train", *flags, *where]

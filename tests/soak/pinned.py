@@ -1,4 +1,4 @@
-"""Two hosts, in namespaces, that have one core of this machine each: what is measured on them."""
+"""Two hosts in namespaces, each with one core of this machine, for measurements."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ENV = {"OMP_NUM_THREADS": "1"}
 
 
 class PinnedHosts:
-    """The hosts NAMES; needs root, and tells most where nothing else is on the machine.
+    """The hosts NAMES; requires root, and an otherwise idle machine.
 
     Attributes:
-        shared: a directory of both hosts.
+        shared: a directory that both hosts share.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class PinnedHosts:
     def __enter__(self) -> PinnedHosts:
         self._cluster.__enter__()
         self.shared = self._cluster.shared
-        for name in NAMES:  # with what its sshd starts
+        for name in NAMES:  # including processes that its sshd starts
             for process in self._cluster.processes(name):
                 os.sched_setaffinity(process.pid, {_core(name)})
         return self
@@ -40,15 +40,15 @@ class PinnedHosts:
         self._cluster.__exit__(kind, error, trace)
 
     def run(self, host: str, command: Sequence[str], timeout: float) -> Finished:
-        """A command on the core of this host."""
+        """Run a command on the core of this host."""
         return self._cluster.run(host, self.pinned(host, command), env=ENV, timeout=timeout)
 
     def pinned(self, host: str, command: Sequence[str]) -> list[str]:
-        """`command` on the core of this host."""
+        """Return `command`, pinned to the core of this host."""
         return ["taskset", "--cpu-list", str(_core(host)), *command]
 
     def limit(self, mbit: int | None) -> None:
-        """Of what each host sends; None: there is none."""
+        """Limit the bandwidth that each host sends with; None: no limit."""
         for name in NAMES:
             self._cluster.run(name, ["tc", "qdisc", "del", "dev", "eth0", "root"])
             if mbit is not None:

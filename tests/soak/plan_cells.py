@@ -1,8 +1,8 @@
 """Ranks that measure steps at several bandwidths: `python -m tests.soak.plan_cells STEPS JSON`.
 
-JSON: {"flags": [...], "cells": [[Mbit/s, strategy], ...]}. The first rank of each host limits what
-its eth0 sends. All cells take turns, so that the machine's drift is in all of them. Rank 0 prints a
-line of JSON that begins with MARK: seconds a step of each cell, medians of the turns.
+JSON: {"flags": [...], "cells": [[Mbit/s, strategy], ...]}. The first rank of each host limits the
+bandwidth of its eth0. All cells take turns, so that drift of the machine affects all of them. Rank
+0 prints a line of JSON that begins with MARK: seconds per step of each cell, medians of the turns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`make plan-check`: predicted and measured steps, on two hosts of one core each; needs root.
+"""`make plan-check`: predicted and measured steps, on two hosts of one core each; requires root.
 
-Inputs of the predictions: what `hvdtrain plan --measure` measures of the job with as many processes
-as a host has ranks (before and after the cells of a number of ranks: the machine drifts),
-all-reduces of the ranks without a limit, and the limits themselves.
+Inputs of the predictions: measurements of the job by `hvdtrain plan --measure` with as many
+processes as a host has ranks (before and after the cells of a number of ranks, because the machine
+drifts), all-reduces of the ranks without a limit, and the limits.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Cell:
     """A measured step and its prediction.
 
     Args:
-        mbit, ranks, strategy: which.
-        measured, predicted: seconds of a step.
+        mbit, ranks, strategy: the configuration.
+        measured, predicted: seconds per step.
     """
 
     mbit: int
@@ -137,7 +137,7 @@ def _measured(hosts: PinnedHosts, host: str, command: Sequence[str]) -> Any:
 def _line(hosts: PinnedHosts, host: str, command: Sequence[str]) -> dict[str, Any]:
     done = hosts.run(host, command, LIMIT_S)
     for line in [*done.stdout.splitlines(), *done.stderr.splitlines()]:
-        if MARK in line:  # horovodrun puts the rank before it
+        if MARK in line:  # horovodrun prefixes the rank
             found: dict[str, Any] = json.loads(line[line.index(MARK) :])
             return found
     raise SystemExit(f"{' '.join(command)}: {done}")

@@ -1,7 +1,7 @@
-"""`python -m tests.soak.published`: systems that others have measured and described, and what
-`hvdtrain plan` predicts for them, as the rows of docs/plan.md.
+"""`python -m tests.soak.published`: predictions of `hvdtrain plan` for published systems.
 
-The inputs are what was published, or what this file says is assumed. Nothing is fitted.
+Prints the rows of docs/plan.md. The inputs are published, or assumed as this file states. Nothing
+is fitted.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from hvdtrain.plan.job import BACKWARD_SHARE, GradientBucket, JobProfile
 from hvdtrain.plan.predict import predict
 
 _MIB = 1 << 20
-# Latencies and set-up of NCCL's rings, "simple" protocol: the constants by which NCCL itself
-# chooses (src/graph/tuning.cc); over PCIe, NVLink and a network.
+# Latencies and set-up times of NCCL's rings, "simple" protocol: the constants by which NCCL itself
+# chooses (src/graph/tuning.cc), over PCIe, NVLink and a network.
 _PCIE, _NVLINK, _NET = 5.7e-6, 3.4e-6, 14e-6
 _NCCL_LAUNCH = 8.4e-6
 
 
 @dataclass(frozen=True)
 class System:
-    """A measurement of others.
+    """A published measurement.
 
     Args:
-        name: of the system.
-        hosts, per_host: of its GPUs.
+        name: name of the system.
+        hosts, per_host: number of hosts, and of GPUs per host.
         published: efficiency; None: only a curve without a number.
-        source: of that.
+        source: source of the measurement.
         assumed: inputs that were not published.
         job, cluster: the inputs.
     """
@@ -46,25 +46,25 @@ class System:
 
     @property
     def predicted(self) -> float:
-        """Efficiency: of as many times the samples a second of one GPU."""
+        """Predicted efficiency, relative to that many times the throughput of one GPU."""
         return predict(self.job, self.cluster, "dense", ExchangeConfig()).efficiency
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Of a network, in the order of the forward pass."""
+    """A layer of a network, in forward order."""
 
     parameters: int
     multiplications: float
 
 
 def systems() -> list[System]:
-    """All of the table in docs/plan.md."""
+    """All systems of the table in docs/plan.md."""
     return [*_horovod(), *_ddp()]
 
 
 def row(one: System) -> str:
-    """Of the table in docs/plan.md."""
+    """Return a row of the table in docs/plan.md."""
     said, error = "no number", ""
     if one.published is not None:
         said = f"{one.published:.0%}"
@@ -74,7 +74,7 @@ def row(one: System) -> str:
 
 
 def _horovod() -> list[System]:
-    """128 hosts of 4 Pascal GPUs on 25 Gbit/s with RoCE, batches of 64 a GPU."""
+    """128 hosts of 4 Pascal GPUs on 25 Gbit/s with RoCE, batches of 64 per GPU."""
     paper = "arXiv:1802.05799, Horovod's docs/benchmarks"
     older = "Horovod's README of 2017"
     assumed = "PCIe at 96 Gbit/s, NCCL's latencies, half a cycle of 5 ms a buffer of 64 MiB"
@@ -87,7 +87,7 @@ def _horovod() -> list[System]:
         ("VGG-16", 32, 0.79, older),
         ("VGG-16", 128, 0.68, paper),
     ]
-    # Images a second of one of these GPUs (Horovod's README of 2017), and the model's layers.
+    # Images per second of one of these GPUs (Horovod's README of 2017), and the model's layers.
     models = {
         "ResNet-101": (119.4, _even(44_549_160)),
         "Inception V3": (134.4, _even(23_834_568)),
@@ -129,7 +129,7 @@ def _job(seconds: float, batch: int, ranks: int, buckets: tuple[GradientBucket, 
     return JobProfile(
         forward_seconds=seconds * (1 - BACKWARD_SHARE),
         backward_seconds=seconds * BACKWARD_SHARE,
-        optimizer_seconds=0.0,  # in the published rate of one GPU
+        optimizer_seconds=0.0,  # included in the published rate of one GPU
         other_seconds=0.0,
         micro_batches=ranks,
         micro_size=batch,
@@ -139,7 +139,7 @@ def _job(seconds: float, batch: int, ranks: int, buckets: tuple[GradientBucket, 
 
 
 def _buckets(layers: Sequence[_Layer], limit: int) -> tuple[GradientBucket, ...]:
-    """Gradients in the order of the backward pass, fused up to `limit` bytes."""
+    """Return buckets of gradients in backward order, fused up to `limit` bytes."""
     total = sum(layer.multiplications for layer in layers)
     found: list[GradientBucket] = []
     elements, done = 0, 0.0
@@ -155,7 +155,7 @@ def _buckets(layers: Sequence[_Layer], limit: int) -> tuple[GradientBucket, ...]
 
 
 def _even(parameters: int, layers: int = 100) -> list[_Layer]:
-    """Layers of which the sum alone is known."""
+    """Return layers of which only the sum is known."""
     size = parameters // layers
     return [_Layer(size, 1.0)] * (layers - 1) + [_Layer(parameters - size * (layers - 1), 1.0)]
 

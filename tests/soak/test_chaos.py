@@ -1,8 +1,11 @@
-"""Faults at random, of all kinds, against one supervised run: it loses no step and ends as asked.
+"""Random faults of all kinds in one supervised run: it loses no step and ends as requested.
 
-HVDTRAIN_CHAOS_SEED: of the sequence of faults, printed (default: random).
-HVDTRAIN_CHAOS_SECONDS: how long faults continue (default 300).
+HVDTRAIN_CHAOS_SEED: seed of the sequence of faults, printed (default: random).
+
+HVDTRAIN_CHAOS_SECONDS: duration of the faults (default 300).
+
 HVDTRAIN_CHAOS_LAYOUT: whole (default), tensor or zero: see LAYOUTS of tests/support/chaos.py.
+
 HVDTRAIN_CHAOS_FAULTS: only these of tests/support/chaos.py, separated by ";".
 """
 
@@ -45,14 +48,14 @@ SECONDS = float(os.environ.get("HVDTRAIN_CHAOS_SECONDS", "300"))
 SEED = int(os.environ.get("HVDTRAIN_CHAOS_SEED") or random.SystemRandom().randrange(1 << 32))
 NAMES = [n for n in os.environ.get("HVDTRAIN_CHAOS_FAULTS", "").split(";") if n] or list(FAULTS)
 LAYOUT = os.environ.get("HVDTRAIN_CHAOS_LAYOUT") or "whole"
-# What repeats this run.
+# Settings that repeat this run.
 SAME = (
     f"HVDTRAIN_CHAOS_LAYOUT={LAYOUT} HVDTRAIN_CHAOS_SEED={SEED} HVDTRAIN_CHAOS_SECONDS={SECONDS:g}"
     + (f" HVDTRAIN_CHAOS_FAULTS='{';'.join(NAMES)}'" if list(FAULTS) != NAMES else "")
 )
 # A step takes a tenth of a second at least.
 STEPS = round(11 * (SECONDS + 200))
-# The directory of a run that failed, without its checkpoints, and what its launchers wrote.
+# The directory for a failed run, without its checkpoints, and its launchers' output.
 LEFT = REPOSITORY / "build/chaos"
 
 Say = Callable[[str], None]
@@ -140,7 +143,7 @@ def _one_fault(job: ChaosJob, draw: Draw, say: Say) -> Outcome:
         job.wait_for_steps(time.time())
     except Exception as error:
         raise AssertionError(f"{draw.name} ({victims}): {error}\n{SAME}\n{job.log()}") from error
-    # After a restart from a checkpoint the lines of what is done again are gone.
+    # After a restart from a checkpoint the lines of repeated steps are gone.
     lines = [before, *(line for line in job.lines() if line["time"] > before["time"])]
     seconds = pause(lines, since)
     pairs = itertools.pairwise(lines)
@@ -160,7 +163,7 @@ def _one_fault(job: ChaosJob, draw: Draw, say: Say) -> Outcome:
 
 
 def _undisturbed(root: Path, steps: int) -> Path:
-    """The same run on one process, without a launcher; its directory."""
+    """Run the same on one process, without a launcher; return its directory."""
     arguments = (
         f"{PACED} {ALWAYS} {LAYOUTS[LAYOUT].arguments} --run.root {root} --run.id case"
         f" --train.steps {steps} --checkpoint.every {steps}"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-# Each is a process of its own, as MKL chooses its kernels once in a process.
+# Separate processes, because MKL chooses its kernels once per process.
 PROCESSES = 100
 FIRST_RESULTS = """
 import torch

@@ -1,6 +1,6 @@
-"""Long runs between two hosts: their metrics are printed, and only coarse limits are asserted.
+"""Long runs between two hosts: metrics are printed, and only coarse limits are asserted.
 
-HVDTRAIN_SOAK_SECONDS: about how long the disturbed run is (default 300).
+HVDTRAIN_SOAK_SECONDS: approximate duration of the disturbed run (default 300).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.faults import PACED, ElasticJob, assert_same_curve
 from tests.support.runs import metrics, run
 
 SECONDS = int(os.environ.get("HVDTRAIN_SOAK_SECONDS", "300"))
-# A step takes 0.1 s on 4 ranks and 0.2 s on 3, while the fourth is being replaced.
+# A step takes 0.1 s on 4 ranks, and 0.2 s on 3 while the fourth is replaced.
 STEPS = round(SECONDS / 0.16)
 KILL_EVERY = 20.0
 LEAST_GOODPUT, AIM = 0.5, 0.8
@@ -32,7 +32,7 @@ SMALL = "--model.layers=2 --model.width=64 --model.heads=2 --model.context=64 --
 
 @pytest.fixture
 def reference(tmp_path: Path) -> list[dict[str, Any]]:
-    """Losses of the same run, undisturbed: one process, no launcher."""
+    """Losses of the same run without faults: one process, no launcher."""
     arguments = f"{PACED} --run.root {tmp_path} --run.id case {ARGUMENTS}".split()
     done = run(tmp_path / "output", arguments, env={"HVDTRAIN_TEST_PACE": "0"}, timeout=300)
     assert done.returncode == 0, done
@@ -96,7 +96,8 @@ def test_sixteen_ranks_on_two_processors_are_not_declared_dead(
 
 
 def _print_costs(found: dict[str, Any], lines: list[dict[str, Any]]) -> None:
-    """What the audit does not count as lost: fewer ranks are slower, and start-up disturbs."""
+    """Print costs that the audit does not count as lost: fewer ranks are slower, and starts
+    disturb."""
     steps = {
         size: [line["step_seconds"] for line in lines if line["world_size"] == size]
         for size in sorted({line["world_size"] for line in lines})
@@ -112,7 +113,7 @@ def _print_costs(found: dict[str, Any], lines: list[dict[str, Any]]) -> None:
 
 
 def _kill_until_the_end(running: ElasticJob, choice: random.Random) -> int:
-    """SIGKILL to a random process of the job, every 20 s; returns how many."""
+    """Kill a random process of the job every 20 s; return the number of kills."""
     limit = time.monotonic() + 3 * SECONDS + 60
     following, kills = time.monotonic() + KILL_EVERY / 2, 0
     while running.job.running():

@@ -26,12 +26,12 @@ _GLOO = {
 _MOST = 20_000  # number of waiting tensors
 
 
-def kill_one(seconds: float, patience: float, process_sets: bool) -> list[str]:
+def kill_one(seconds: float, timeout: float, process_sets: bool) -> list[str]:
     """Kill the last of the ranks while all of them enqueue.
 
     Args:
         seconds: between the first all-reduce and the kill.
-        patience: time limit for each of the other ranks to get an error.
+        timeout: time limit for each of the other ranks to get an error.
         process_sets: each pair of ranks reduces among itself.
 
     Returns:
@@ -61,7 +61,7 @@ def kill_one(seconds: float, patience: float, process_sets: bool) -> list[str]:
         assert all(pipe.poll(60.0) and pipe.recv() == "began" for pipe in heard)
         time.sleep(seconds)
         ranks[-1].kill()
-        return [str(pipe.recv()) if pipe.poll(patience) else "waits" for pipe in heard[:-1]]
+        return [str(pipe.recv()) if pipe.poll(timeout) else "waits" for pipe in heard[:-1]]
     finally:
         for rank in ranks:
             rank.kill()

@@ -29,7 +29,7 @@ PACED = (
 )
 START_SECONDS = 90
 # Factor of the timeouts, because other clusters may run at the same time.
-_PATIENCE = 2.5
+_TIMEOUT_FACTOR = 2.5
 
 
 class TrainingJob:
@@ -80,7 +80,7 @@ class TrainingJob:
 
     def wait_until(self, condition: Callable[[], bool], seconds: float, name: str) -> None:
         """Wait until the condition holds; the job must not end before."""
-        deadline = time.monotonic() + _PATIENCE * seconds
+        deadline = time.monotonic() + _TIMEOUT_FACTOR * seconds
         while not condition():
             assert self.job.running(), f"ended before {name}: {self.job.wait(5)}"
             if time.monotonic() > deadline:

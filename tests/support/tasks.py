@@ -310,8 +310,8 @@ class BlockedDisk(Regression):
         from hvdtrain.checkpoint import writer
 
         fsync = os.fsync
-        patience, _, seconds = os.environ["HVDTRAIN_TEST_BLOCKED"].partition(":")
-        writer.PATIENCE_S = float(patience)
+        limit, _, seconds = os.environ["HVDTRAIN_TEST_BLOCKED"].partition(":")
+        writer.TIMEOUT_S = float(limit)
         free = threading.Event()
 
         def blocking(file: int) -> None:

@@ -1,6 +1,14 @@
-"""`make dev-bench`: benchmarks for who develops hvdtrain; those of `hvdtrain bench` are for users.
+"""`make dev-bench`: benchmarks for developers; `hvdtrain bench` is for users.
 
-python -m tests.soak.bench layouts | layout-speed | telemetry | scrape | rendezvous [--key value]
+   python -m tests.soak.bench layouts
+
+layout-speed
+
+telemetry
+
+scrape
+
+rendezvous [--key value]
 """
 
 from __future__ import annotations
@@ -61,7 +69,7 @@ def _flags(args: argparse.Namespace) -> list[str]:
     return flags
 
 
-# name -> (what measures, help, defaults of its numbers)
+# name -> (function, help, defaults of its numbers)
 _ACTIONS: Mapping[
     str, tuple[Callable[[argparse.Namespace], Report | LayoutsReport], str, Mapping[str, int]]
 ] = {

@@ -1,4 +1,4 @@
-"""A step of a model that two ranks share, against scripts of torch alone."""
+"""Step time of a model that two ranks share, compared with torch-only scripts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.soak.bench.worker import worker
 
 
 def layout_speed(flags: Sequence[str], steps: int, rounds: int) -> Report:
-    """A step of a model that 2 ranks share against scripts of torch alone, on the same samples."""
+    """Compare a step of a model that 2 ranks share with torch-only scripts, on the same samples."""
     metrics, apart = [], {}
     for axis in ("shard", "pipeline", "tensor"):
         # Torch's pipeline leaves tied parameters to its user.

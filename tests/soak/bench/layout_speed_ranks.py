@@ -1,4 +1,4 @@
-"""Ranks of layout_speed.py: hvdtrain and a script of torch alone, by turns."""
+"""Ranks of layout_speed.py: hvdtrain and a torch-only script, in turns."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _WARM_UP_STEPS = 5
 
 
 class TorchLoop:
-    """Trains on the same micro-batches as hvdtrain, in the same order; see torch_scripts.py.
+    """Train on the same micro-batches as hvdtrain, in the same order; see torch_scripts.py.
 
     Args:
-        axis: of SCRIPTS; torch's default group has all its ranks.
+        axis: key of SCRIPTS; torch's default group has all its ranks.
 
     Attributes:
-        loss: of the last step, as far as this rank knows it.
+        loss: loss of the last step, as far as this rank knows it.
     """
 
     def __init__(self, task: Task, dataset: Dataset[Any], config: Config, axis: str) -> None:
@@ -65,7 +65,7 @@ class TorchLoop:
         self._batches = iter(DataLoader(dataset, batch_sampler=own.tolist()))
 
     def run(self, steps: int) -> None:
-        """Trains."""
+        """Train."""
         for _ in range(steps):
             self._one_step()
 
@@ -83,7 +83,7 @@ class TorchLoop:
 
 
 def take_turns(settings: Settings, steps: int, rounds: int, directory: Path) -> dict[str, Any]:
-    """Seconds a step of both, in turns of one job; and how far their losses are apart at the end.
+    """Return the step times of both, in turns of one job, and the final difference of their losses.
 
     Args:
         settings: one axis of `parallel` has all ranks.
@@ -99,7 +99,7 @@ def take_turns(settings: Settings, steps: int, rounds: int, directory: Path) -> 
         loop.run(_WARM_UP_STEPS)
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for turn in range(rounds):
-        for name in sorted(loops, reverse=turn % 2 == 1):  # who begins, changes
+        for name in sorted(loops, reverse=turn % 2 == 1):  # alternate which one begins
             dist.barrier()
             begin = time.perf_counter()
             loops[name].run(steps)
@@ -107,7 +107,7 @@ def take_turns(settings: Settings, steps: int, rounds: int, directory: Path) -> 
             seconds[name].append((time.perf_counter() - begin) / steps)
     loss = torch.tensor(plain.loss, dtype=torch.float64)
     dist.all_reduce(loss)
-    if axis in ("shard", "tensor"):  # of the last stage of a pipeline alone
+    if axis in ("shard", "tensor"):  # only of the last stage of a pipeline
         loss /= dist.get_world_size()
     record = app._loop.progress.record
     assert record is not None

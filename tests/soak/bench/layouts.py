@@ -1,4 +1,4 @@
-"""The losses of a model that spans ranks, on many layouts, against those of one rank."""
+"""Losses of a model that spans ranks, on many layouts, compared with one rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hvdtrain.parallel.config import AXES
 from tests.soak.bench.layouts_report import Curve, LayoutsReport, Row
 
 _DATA, _LAYERS = "data", "layers"
-# Each names degrees of axes, other keys of `parallel`, and how many layers the model has where the
-# stages are more than TINY's; those of one size share a start.
+# Each entry names degrees of axes, other keys of `parallel`, and the model's layers if there are
+# more stages than in TINY; entries of one size share a start.
 LAYOUTS: Sequence[str] = (
     "data 2",
     "data 2 x zero 1",
@@ -55,7 +55,7 @@ LAYOUTS: Sequence[str] = (
     "data 2 x pipeline 2 x context 2 x tensor 2",
     "pipeline 2 x shard 2 x context 2 x tensor 2",
 )
-# Which all axes divide by 4, and a step takes milliseconds of; split, some hundreds.
+# All axes divide these sizes by 4, and a step takes milliseconds; split, some hundreds.
 TINY = (
     *("--model.layers=4", "--model.width=32", "--model.heads=4", "--model.context=32"),
     *("--model.mlp=swiglu", "--model.norm=rms", "--batch.global_size=4", "--batch.micro_size=1"),
@@ -68,10 +68,10 @@ _QUIET = ("--checkpoint.every=0", "--telemetry.port=0")
 
 @dataclass(frozen=True)
 class Where:
-    """The ranks that there are.
+    """Available ranks.
 
     Args:
-        most: of one layout; larger ones are left out.
+        most: maximum number of ranks of a layout; larger layouts are omitted.
         hosts: "name:slots,name:slots"; None: this host.
         launcher: gloo (horovodrun) or mpi (mpirun).
     """
@@ -82,10 +82,10 @@ class Where:
 
 
 def keys_of(layout: str) -> dict[str, str]:
-    """What a layout names: degrees of axes, and other keys.
+    """Return the degrees of axes and other keys of a layout.
 
     Raises:
-        UserError: it is written otherwise.
+        UserError: the layout is not in this form.
     """
     pairs = [part.split() for part in layout.split(" x ")]
     if any(len(pair) != 2 for pair in pairs):
@@ -94,7 +94,7 @@ def keys_of(layout: str) -> dict[str, str]:
 
 
 def ranks_of(layout: str) -> int:
-    """How many a layout takes."""
+    """Return the number of ranks of a layout."""
     keys = keys_of(layout)
     degrees = [keys.get(axis, "1") for axis in (_DATA, *AXES)]
     if not all(degree.isdecimal() for degree in degrees):
@@ -105,11 +105,11 @@ def ranks_of(layout: str) -> int:
 def layouts(
     flags: Sequence[str], steps: int, where: Where, chosen: Sequence[str] = LAYOUTS
 ) -> LayoutsReport:
-    """Trains on each layout; one that fails is told as one that misses its aim.
+    """Train on each layout; a failure is reported like a missed limit.
 
     Args:
-        flags: of all of them; they lie below the processes' own directory for temporary files.
-        chosen: as LAYOUTS has them.
+        flags: flags of all runs, whose files are in the temporary directory.
+        chosen: layouts as in LAYOUTS.
 
     Raises:
         UserError: the hosts have too few slots, or the flags are wrong.
@@ -134,14 +134,14 @@ def layouts(
 
 
 def _wanted(layout: str, curves: Mapping[str, Curve | str]) -> tuple[Curve | None, float]:
-    """(what a layout's curve is compared with, how far it may be from it)."""
+    """Return (reference of a layout's curve, allowed difference)."""
     zero = "zero" in keys_of(layout)
     wanted = curves.get(f"{_DATA} {ranks_of(layout) if zero else 1}{_depth(layout)}")
     return wanted if isinstance(wanted, Curve) else None, _BITWISE if zero else AIM
 
 
 def _depth(layout: str) -> str:
-    """What a layout says of the model's layers."""
+    """Return the model's number of layers in a layout."""
     layers = keys_of(layout).get(_LAYERS)
     return f" x {_LAYERS} {layers}" if layers else ""
 
@@ -149,7 +149,7 @@ def _depth(layout: str) -> str:
 def _curves(
     group: Sequence[str], ranks: int, flags: Sequence[str], steps: int, where: Where
 ) -> Iterator[tuple[str, Curve | str]]:
-    """Of each layout its curve, or why it has none; after a failure ranks are started anew."""
+    """Yield each layout's curve, or the reason for its failure, after which ranks are restarted."""
     left = list(group)
     while left:
         of_layouts = [json.dumps([*flags, *_flags_of(layout)]) for layout in left]
@@ -166,7 +166,7 @@ def _curves(
 
 
 def _spread(hosts: str, ranks: int) -> str:
-    """So many slots, a host's after another's in turns."""
+    """Spread slots over the hosts in turns."""
     slots = [
         (turn, number) for number, h in enumerate(parse_hosts(hosts)) for turn in range(h.slots)
     ]
@@ -182,6 +182,6 @@ def _flags_of(layout: str) -> list[str]:
 
 
 def _reason(lines: Sequence[str]) -> str:
-    """The first error that a rank has told; "" where none has."""
+    """Return the first error that a rank has reported; "" if there is none."""
     errors = [found[0] for line in lines if (found := re.search(r"\b[A-Z]\w*Error: .*", line))]
     return errors[0] if errors else ""

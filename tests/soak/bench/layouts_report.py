@@ -1,4 +1,4 @@
-"""How far the curve of each layout is from the one it should have, as a table or as JSON."""
+"""Difference of each layout's curve from its reference, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hvdtrain.bench.report import machine
 
 @dataclass(frozen=True)
 class Curve:
-    """Of a run.
+    """Curve of a run.
 
     Args:
-        losses: of each step.
-        norms: of each step's gradient, before clipping.
+        losses: loss of each step.
+        norms: gradient norm of each step, before clipping.
         validation: loss of each evaluation.
-        seconds: of each step.
+        seconds: time of each step.
     """
 
     losses: Sequence[float]
@@ -35,10 +35,10 @@ class Row:
 
     Args:
         name: such as "data 2 x tensor 2"
-        ranks: that it takes
-        found: its curve, or why there is none
-        wanted: the curve that it should have; None: there is none either
-        aim: how far one may be from the other, relative to its values; 0: they are the same bits
+        ranks: its number of ranks
+        found: its curve, or the reason for its failure
+        wanted: the reference curve; None: there is none either
+        aim: allowed relative difference; 0: bitwise identical
     """
 
     name: str
@@ -48,7 +48,8 @@ class Row:
     aim: float
 
     def differences(self) -> dict[str, float]:
-        """The largest of the losses, the norms and the validation losses; infinite without one."""
+        """Return the largest differences of losses, norms and validation losses; infinite without a
+        curve."""
         names = ("losses", "norms", "validation")
         found, wanted = self.found, self.wanted
         if isinstance(found, str) or wanted is None:
@@ -57,7 +58,8 @@ class Row:
 
     @property
     def met(self) -> bool:
-        """The aim; a norm is no result of a run, but parts that are counted twice show in it."""
+        """Whether the limit is met. Norms are included, because shards that count twice show in
+        them."""
         return max(self.differences().values()) <= self.aim
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,11 +80,11 @@ class Row:
 
 @dataclass(frozen=True)
 class LayoutsReport:
-    """What was found.
+    """Results.
 
     Args:
-        rows: one a layout
-        facts: what else is to be said
+        rows: one row per layout
+        facts: additional facts
     """
 
     rows: Sequence[Row]
@@ -90,7 +92,7 @@ class LayoutsReport:
 
     @property
     def met(self) -> bool:
-        """All aims."""
+        """Whether all limits are met."""
         return all(row.met for row in self.rows)
 
     def to_json(self) -> str:
@@ -134,7 +136,7 @@ def _number(value: float | None) -> str:
 
 
 def _largest(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """Difference of a pair, relative to what is wanted; infinite where there is more of one."""
+    """Return the relative difference of a pair; infinite if their lengths differ."""
     if len(found) != len(wanted):
         return inf
     differences = (abs(a - b) / abs(b) if b else abs(a) for a, b in zip(found, wanted, strict=True))

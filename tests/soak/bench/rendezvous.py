@@ -1,8 +1,8 @@
-"""What a rendezvous of many ranks costs: the requests of one generation, without training.
+"""Cost of a rendezvous of many ranks: the requests of one generation, without training.
 
-The driver and its HTTP server are the real ones. Ranks are threads of a few processes that ask
-for what a rank asks for when a generation begins (`Membership.join`, Horovod's GlooContext): its
-ranks, then the addresses of six contexts. They open no connections to each other.
+The driver and its HTTP server are real. Ranks are threads of a few processes that send the requests
+of a rank at the start of a generation (`Membership.join`, Horovod's GlooContext): its rank
+assignment, then the addresses of six contexts. They open no connections to each other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LIMIT_SECONDS = 120.0
 
 @dataclass
 class Met:
-    """One rank in one generation: when it began and ended, and what it asked."""
+    """One rank in one generation: when it began and ended, and its requests."""
 
     began: float
     ended: float = 0.0
@@ -45,7 +45,7 @@ class Met:
 
 
 def rendezvous(ranks: int, generations: int) -> Report:
-    """Seconds until the last of `ranks` ranks has all addresses, in each generation."""
+    """Measure the seconds until the last of `ranks` ranks has all addresses, per generation."""
     key = os.urandom(32).hex()
     server = RendezvousServer(0, key)
     driver = ElasticDriver(server, _Hosts(ranks), ranks, ranks)
@@ -60,7 +60,7 @@ def rendezvous(ranks: int, generations: int) -> Report:
         met = [one for share in pool.map(meet, shares, timeout=_LIMIT_SECONDS) for one in share]
     driver.stop()
     by_generation = list(zip(*met, strict=True))
-    # Of the first one: the processes of the ranks start at different times.
+    # Exclude the first generation, because the processes start at different times.
     seconds = [max(m.ended for m in all_) - max(m.began for m in all_) for all_ in by_generation]
     last = by_generation[-1]
     metrics = [
@@ -73,7 +73,7 @@ def rendezvous(ranks: int, generations: int) -> Report:
 
 
 class _Hosts:
-    """Discovery: hosts of `SLOTS` slots each, which do not exist."""
+    """Discovery of simulated hosts with `SLOTS` slots each."""
 
     def __init__(self, ranks: int) -> None:
         self._slots = {f"host{n}": min(SLOTS, ranks - n * SLOTS) for n in range(-(-ranks // SLOTS))}
@@ -83,7 +83,7 @@ class _Hosts:
 
 
 def _hold(slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
-    """A process of the driver: it lives until the job ends."""
+    """Simulate a process of the driver, which lives until the job ends."""
     events[0].wait()
     return 0, time.time()
 
@@ -112,7 +112,7 @@ def _meet(number: int, port: int, key: str, generations: int) -> list[Met]:
                 body = os.urandom(_NONCE_BYTES) + bytes((size - 1) * _ADDRESS_BYTES)
                 path = f"/{scope}/{rank}/{size}/{assignment['generation']}"
                 while _request(port, key, "POST", path, body, met) != http.client.OK:
-                    _check_time(met)  # the server has held it for as long as it does
+                    _check_time(met)  # includes the server's long poll
         met.ended = time.monotonic()
         found.append(met)
     return found
@@ -124,7 +124,7 @@ def _check_time(met: Met) -> None:
 
 
 def _contexts(host: str, assignment: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
-    """Scope, rank and size of each: Horovod makes three, and three for the set of all ranks."""
+    """Return scope, rank and size of each context: three of Horovod, and three of all ranks."""
     for suffix in ("", "_process_set_hash_0"):
         yield f"global{suffix}", assignment["rank"], assignment["size"]
         yield f"local_{host}{suffix}", assignment["local_rank"], assignment["local_size"]

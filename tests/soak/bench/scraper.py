@@ -1,4 +1,4 @@
-"""Scrapes an exporter: `python -m tests.soak.bench.scraper HOST:PORT COUNT`."""
+"""Scrape an exporter: `python -m tests.soak.bench.scraper HOST:PORT COUNT`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import urllib.request
 
 
 def read(address: str) -> bytes:
-    """What an exporter answers."""
+    """Return an exporter's response."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         return bytes(answer.read())
 
 
 def main(address: str, count: str) -> None:
-    """Scrapes an exporter so many times; prints nothing."""
+    """Scrape an exporter COUNT times; print nothing."""
     for _ in range(int(count)):
         read(address)
         time.sleep(0.01)

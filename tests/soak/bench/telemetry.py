@@ -1,4 +1,4 @@
-"""What telemetry costs a step, and what a scrape costs a rank."""
+"""Cost of telemetry for a step, and of a scrape for a rank."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def telemetry(flags: Sequence[str], steps: int, rounds: int) -> Report:
 
 
 def scrape(flags: Sequence[str], steps: int, rounds: int, np: int) -> Report:
-    """Steps of a job whose ranks are scraped every second against its steps while they are not.
+    """Compare steps of a job while its ranks are scraped every second and while they are not.
 
-    And the CPU time of a rank for one scrape, all threads together.
+    Also measures the CPU time of a rank for one scrape, over all threads.
     """
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -53,7 +53,9 @@ def scrape(flags: Sequence[str], steps: int, rounds: int, np: int) -> Report:
         job.wait_for_more(_WARM_UP_STEPS)
         scraped, left = [], []
         for turn in range(rounds):
-            for scraping in sorted((True, False), reverse=turn % 2 == 1):  # who begins, changes
+            for scraping in sorted(
+                (True, False), reverse=turn % 2 == 1
+            ):  # alternate which one begins
                 if scraping:
                     with _scraping(job.targets):
                         scraped.append(seconds_per_step(job, steps))
@@ -83,7 +85,7 @@ def _range(values: Sequence[float]) -> dict[str, str]:
 
 @contextmanager
 def _scraping(targets: Path) -> Iterator[None]:
-    """Inside, each rank is scraped once a second, evenly spread, as Prometheus does."""
+    """Scrape each rank once per second inside the context, evenly spread, as Prometheus does."""
     addresses = [entry["targets"][0] for entry in json.loads(targets.read_text())]
     addresses = [f"127.0.0.1:{address.rpartition(':')[2]}" for address in addresses]
     stop = Event()

@@ -1,6 +1,6 @@
-"""A GPT split over ranks by torch alone, as torch's tutorials do it: what hvdtrain's is beside.
+"""A GPT split over ranks by torch only, as in torch's tutorials: the reference for hvdtrain.
 
-They know no checkpoint, no metrics, no other layout, and import no Horovod.
+These scripts have no checkpoints, no metrics and no other layouts, and do not import Horovod.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from hvdtrain.tasks import Task
 
 @dataclass(frozen=True)
 class Script:
-    """One rank's part of a step.
+    """One rank's share of a step.
 
     Args:
-        parameters: this rank's.
+        parameters: this rank's parameters.
         backward: (micro-batches) -> their mean loss, as far as this rank knows it; gradients are
-            those of the mean over the micro-batches of all ranks then.
+            then the gradients of the mean over all ranks' micro-batches.
         clip: clips these gradients to a norm.
     """
 
@@ -51,13 +51,13 @@ class Script:
 
 
 def shard(task: Task, model: GPT, mesh: DeviceMesh) -> Script:
-    """FSDP2, block by block; each rank has micro-batches of its own."""
+    """FSDP2, block by block; each rank has its own micro-batches."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no average
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not support averaging
 
     def backward(batches: Sequence[Tensor]) -> Tensor:
         total = torch.zeros(())
@@ -72,7 +72,7 @@ def shard(task: Task, model: GPT, mesh: DeviceMesh) -> Script:
 
 
 def tensor(task: Task, model: GPT, mesh: DeviceMesh) -> Script:
-    """DTensor, with norms and residual stream split by sequence and the loss by vocabulary."""
+    """DTensor, with norms and the residual stream split by sequence and the loss by vocabulary."""
     whole = PrepareModuleOutput(
         output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
     )
@@ -128,7 +128,7 @@ class _Stage(nn.Module):
 
 
 def pipeline(task: Task, model: GPT, mesh: DeviceMesh) -> Script:
-    """1F1B, with the stages of hvdtrain; the embedding is not tied."""
+    """1F1B, with hvdtrain's stages; the embedding is not tied."""
     rank, ranks, group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
     spans = CutModel(task, task.model(), Layout(ranks), rank).spans
     module = _Stage(model, spans[rank], (rank == 0, rank == ranks - 1))

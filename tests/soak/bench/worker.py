@@ -1,4 +1,4 @@
-"""As hvdtrain/bench/worker.py, of what is measured here."""
+"""Like hvdtrain/bench/worker.py, for these benchmarks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SCRAPES = 50
 
 
 def worker(kind: str, steps: int, flags: Sequence[str], rounds: int) -> list[str]:
-    """Command line of a measured process."""
+    """Return the command line of a measured process."""
     return [sys.executable, "-m", "tests.soak.bench.worker", kind, str(steps), str(rounds), *flags]
 
 
 def _scrape(settings: Settings, _: int, rounds: int, directory: Path) -> dict[str, Any]:
-    """Seconds of CPU time of this process for one scrape; another process scrapes."""
+    """Measure this process's CPU seconds for one scrape by another process."""
     from hvdtrain.bench.app import AppLoop
 
     settings.config.train.steps = WARM_UP_STEPS
@@ -44,7 +44,7 @@ def _scrape(settings: Settings, _: int, rounds: int, directory: Path) -> dict[st
 
 
 def _telemetry(settings: Settings, steps: int, rounds: int, directory: Path) -> dict[str, Any]:
-    """Seconds a step with telemetry and without it, in blocks of one job that take turns."""
+    """Measure step times with and without telemetry, in alternating blocks of one job."""
     from hvdtrain.bench.app import AppLoop
     from hvdtrain.engine.callbacks.log import Export
     from hvdtrain.engine.callbacks.stragglers import DetectStragglers
@@ -58,7 +58,7 @@ def _telemetry(settings: Settings, steps: int, rounds: int, directory: Path) -> 
     ]
     seconds: dict[str, list[float]] = {name: [] for name in callbacks}
     for turn in range(rounds):
-        for name in sorted(seconds, reverse=turn % 2 == 1):  # who begins, changes
+        for name in sorted(seconds, reverse=turn % 2 == 1):  # alternate which one begins
             app.every_callback = callbacks[name]
             seconds[name].append(app.run(steps) / steps)
     return {"seconds": seconds} if app.rank == 0 else {}

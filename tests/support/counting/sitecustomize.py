@@ -1,6 +1,6 @@
-"""Counts the requests to each HTTP server of a process, and prints them when it ends.
+"""Count the requests to each HTTP server of a process, and print them when it ends.
 
-Python imports it where its directory is in PYTHONPATH.
+Python imports this file if its directory is in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _parse_request = http.server.BaseHTTPRequestHandler.parse_request
 def _counted(handler: http.server.BaseHTTPRequestHandler) -> bool:
     parsed = _parse_request(handler)
     if parsed:
-        # Scopes of the ranks of one host, or across hosts, or of a set: what comes before "_".
+        # Scopes of a host's ranks, across hosts, or of a set: the part before "_".
         scope = handler.path.split("/")[1]
         name = scope if scope == "rank_and_size" else scope.partition("_")[0]
         _counts[f"{handler.command} {name}"] += 1

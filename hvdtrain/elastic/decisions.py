@@ -263,21 +263,21 @@ class JobState:
         why = describe(code) + (f": {process.failure}" if process.failure else "")
         return f"{process} ended ({why}); its slot is used again in {pause:.0f} s"
 
-    def fell_silent(self, process: TrainingProcess, what: str, now: float) -> str:
-        """A process sends nothing; its state is unknown, so it never takes part again."""
-        message = _given_up(process, what)
-        self._give_up(process, now, must_end=True)
-        return message
+    def given_up(self, process: TrainingProcess, why: str, now: float, must_end: bool) -> str:
+        """No rank waits for a process any more, although it may still exist.
 
-    def got_stuck(self, process: TrainingProcess, what: str, now: float) -> str:
-        """A process hangs, and its watchdog cannot end it."""
+        Args:
+            must_end: it is ended, too. Its watchdog has tried that if it reports the process.
+        """
         if process.state == "lost":
-            return f"{process} still exists: {what}"  # it fell silent earlier
+            return f"{process} still exists: {why}"  # it fell silent earlier
         if process.state == "gone":
             return ""
-        message = _given_up(process, what)
-        self._give_up(process, now, must_end=False)
-        return message
+        if process.state == "running":
+            self.rank_lost = self.failed = True
+        process.become("lost", now)
+        process.must_end = must_end
+        return _given_up(process, why)
 
     def is_replaced(self, process: TrainingProcess, why: str, now: float) -> str:
         """A healthy process ends; a new one takes its slot, which has not failed."""
@@ -312,12 +312,6 @@ class JobState:
         self.exit_code = self.exit_code or exit_code
         self.killed_since = now if self.killed_since is None else self.killed_since
 
-    def _give_up(self, process: TrainingProcess, now: float, must_end: bool) -> None:
-        if process.state == "running":
-            self.rank_lost = self.failed = True
-        process.become("lost", now)
-        process.must_end |= must_end
-
     # Actions that were performed.
 
     def apply(self, action: Action, now: float) -> None:
@@ -328,7 +322,7 @@ class JobState:
             case EndProcess(number):
                 self.processes[number].asked_to_end = True
             case GiveUpProcess(number):
-                self._give_up(self.processes[number], now, must_end=True)
+                self.given_up(self.processes[number], "", now, must_end=True)
             case RemoveProcess(number):
                 self.processes[number].become("removed", now)
             case RefuseProcess(number, _, for_good):
@@ -420,11 +414,10 @@ def has_membership_changes(job: JobState, now: float) -> bool:
     joining = [
         p for p in job.alive("waiting") if _is_new(p) and not p.leaving and not _misfit(job, p)
     ]
+    admits_more = len(choose([*running, *joining], job.max_np)) > len(running)
     coming = any(not p.leaving for p in job.alive("starting"))
-    ready = (
-        len(choose([*running, *joining], job.max_np)) > len(running)
-        and (not coming or max(p.lasted(now) for p in joining) > _GATHER_SECONDS)
-    )  # fmt: skip
+    waited = max((p.lasted(now) for p in joining), default=0.0)
+    ready = admits_more and (not coming or waited > _GATHER_SECONDS)
     return ready or any(p.leaving for p in running)
 
 

@@ -61,7 +61,7 @@ from hvdtrain.elastic.decisions import (
 from hvdtrain.elastic.failure_detector import Silence
 from hvdtrain.elastic.heartbeats import HeartbeatReceiver
 from hvdtrain.elastic.processes import Slots, TrainingProcess, find_hosts
-from hvdtrain.elastic.rendezvous import make_handler
+from hvdtrain.elastic.rendezvous import RANKS, make_handler
 from hvdtrain.elastic.status import ProcessStatus
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER
 from hvdtrain.runtime.signals import handle
@@ -303,12 +303,7 @@ class ElasticDriver:
         answers: dict[int, dict[str, Any]] = {}
         for slot, number in zip(action.plan, action.processes, strict=True):
             answers[number] = {
-                "rank": slot.rank,
-                "size": slot.size,
-                "local_rank": slot.local_rank,
-                "local_size": slot.local_size,
-                "cross_rank": slot.cross_rank,
-                "cross_size": slot.cross_size,
+                **{name: getattr(slot, name) for name in RANKS},
                 "generation": action.number,
                 "silent": self._silent,
                 "job": self._job,
@@ -399,7 +394,9 @@ class ElasticDriver:
         with self._changed:
             process = self._state.process(number)
             if process is not None:
-                self._report(self._state.got_stuck(process, message, time.monotonic()))
+                self._report(
+                    self._state.given_up(process, message, time.monotonic(), must_end=False)
+                )
 
     def _record_request(self, number: int) -> TrainingProcess | None:
         """Record that a process is alive; return it, or None if the driver has given it up."""
@@ -474,7 +471,7 @@ class ElasticDriver:
                 f"{silence.bound:.2f} s, phi {silence.phi:.0f})"
             )
             self._silent.append(f"{process} {what}")
-            self._report(self._state.fell_silent(process, what, time.monotonic()))
+            self._report(self._state.given_up(process, what, time.monotonic(), must_end=True))
             return True
 
     def on_return(self, silence: Silence) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain.elastic import interfaces
 from hvdtrain.elastic.heartbeats import HeartbeatSender
-from hvdtrain.elastic.rendezvous import ask
+from hvdtrain.elastic.rendezvous import RANKS, ask
 from hvdtrain.elastic.status import ProcessStatus
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.signals import StopFlag
@@ -20,7 +20,6 @@ from hvdtrain.runtime.signals import StopFlag
 _ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _GENERATION = "HOROVOD_RENDEZVOUS_GENERATION"
-_RANKS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 _LOST_SECONDS = 20.0
 _NEWS_SECONDS = 0.5
 
@@ -81,7 +80,7 @@ class Membership:
             return None
         address, port = os.environ.pop(_ADDRESS), int(os.environ.pop(_PORT))
         number = int(os.environ["HOROVOD_RANK"])
-        for name in _RANKS:
+        for name in RANKS:
             os.environ.pop(f"HOROVOD_{name.upper()}", None)
         interfaces.for_rank(address)
         return cls(address, port, number, stop)
@@ -137,7 +136,7 @@ class Membership:
             raise RefusedError(assignment["reason"])
         if assignment["rank"] < 0:
             raise RemovedError
-        for name in _RANKS:
+        for name in RANKS:
             os.environ[f"HOROVOD_{name.upper()}"] = str(assignment[name])
         os.environ[_GENERATION] = str(assignment["generation"])
         os.environ[_ADDRESS], os.environ[_PORT] = self.address, str(self.port)

@@ -31,6 +31,8 @@ from typing import Any, Protocol
 from horovod.runner.common.util import secret
 from horovod.runner.http.http_server import RendezvousHandler
 
+# Fields of a rank's assignment, as in Horovod's variables HOROVOD_RANK and so on.
+RANKS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 # How long the server holds a request that it cannot answer yet.
 _HOLD_SECONDS = 1.0
 _REPLY_SECONDS = 5.0

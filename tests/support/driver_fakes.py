@@ -216,7 +216,7 @@ class DecidedJob:
 
     def stuck(self, number: int, message: str) -> None:
         process = self.state.processes[number]
-        self.messages.append(self.state.got_stuck(process, message, self.now))
+        self.messages.append(self.state.given_up(process, message, self.now, must_end=False))
 
     def exit(self, number: int, code: int) -> None:
         self.messages.append(self.state.exited(self.state.processes[number], code, self.now))
@@ -225,7 +225,7 @@ class DecidedJob:
         process = self.state.processes[number]
         if process.state not in ("running", "waiting") or self.state.ending:
             return False
-        self.messages.append(self.state.fell_silent(process, "fell silent", self.now))
+        self.messages.append(self.state.given_up(process, "fell silent", self.now, must_end=True))
         return True
 
     def _reachable(self, number: int) -> TrainingProcess | None:

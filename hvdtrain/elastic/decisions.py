@@ -607,8 +607,7 @@ def _fail(reason: str) -> Action:
 def _end_job(job: JobState, now: float) -> list[Action]:
     """Wait until all processes have ended, by agreement or because they were killed."""
     if not job.alive():
-        agreed = job.ending_since is not None
-        return [ReportResult(job.exit_code if agreed else job.exit_code or EXIT_CRASH)]
+        return [ReportResult(job.exit_code)]
     if job.killed_since is not None:
         late = now - job.killed_since > _END_SECONDS
         return [ReportResult(job.exit_code or EXIT_CRASH)] if late else []

@@ -426,7 +426,7 @@ class ElasticDriver:
     def _discover(self) -> None:
         if problem := self._discover_once():
             _say(f"error: {problem}")
-            self._kill(0)
+            self._kill(EXIT_USER)
         while not self._shutdown.wait(self._discovery_pause()):
             if problem := self._discover_once():
                 _say(problem)

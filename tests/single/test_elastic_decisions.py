@@ -56,6 +56,52 @@ def test_survivors_are_notified_before_a_silent_rank_is_ended() -> None:
     assert decide(job.state, job.now) == [EndProcess(1)]
 
 
+def test_survivors_are_notified_when_a_rank_exits() -> None:
+    job = _start({"a": 3})
+    job.exit(1, 137)
+    actions = decide(job.state, job.now)
+    assert actions == [EndGeneration(0, (0, 2))]
+    job.state.apply(actions[0], job.now)
+    assert decide(job.state, job.now) == []
+
+
+def test_end_of_an_excluded_process_does_not_end_the_generation() -> None:
+    job = _start({"a": 2, "b": 1})
+    _find(job, a=2)
+    _join(job, 0, 1, 2)
+    job.exit(2, 0)
+    assert decide(job.state, job.now) == []
+
+
+def test_survivors_do_not_wait_for_a_process_that_starts() -> None:
+    job = _start({"a": 3})
+    job.exit(2, 137)
+    _join(job, 0, 1)
+    job.consider(1.0)
+    job.exit(1, 137)
+    assert _join(job, 0)[0]["size"] == 1
+    assert job.state.alive("starting")
+
+
+def test_no_process_starts_while_survivors_wait_for_a_running_one() -> None:
+    job = _start({"a": 3})
+    job.exit(2, 137)
+    _join(job, 0, seconds=5.0)
+    assert len(job.state.processes) == 3
+    _join(job, 1)
+    job.consider(0.0)
+    assert len(job.state.processes) == 4
+
+
+def test_slot_of_a_dead_rank_is_used_again_after_a_pause() -> None:
+    job = _start({"a": 2})
+    job.exit(1, 137)
+    _join(job, 0, seconds=0.9)
+    assert len(job.state.processes) == 2
+    job.consider(0.1)
+    assert len(job.state.processes) == 3
+
+
 def test_stuck_process_is_not_signaled_and_its_slot_is_not_used() -> None:
     job = _start({"a": 2})
     job.stuck(1, "SIGKILL does not end it")
@@ -94,6 +140,16 @@ def test_last_resort_is_later_than_any_verdict_of_a_watchdog(verdict_seconds: fl
     job.consider(0.1)
     assert job.ended == {1}
     assert any("have waited" in message and "for it" in message for message in job.messages)
+
+
+def test_leaving_rank_has_30_seconds_from_the_removal_of_its_host() -> None:
+    job = _start({"a": 1, "b": 1})
+    _join(job, 0, seconds=40.0)
+    _find(job, a=1)
+    job.consider(30.0)
+    assert not job.ended
+    job.consider(0.1)
+    assert job.ended == {1}
 
 
 def test_excluded_process_that_does_not_end_is_signaled_once() -> None:
@@ -164,6 +220,20 @@ def test_notice_of_a_leaving_process_retires_its_host() -> None:
     assert len(job.state.processes) == 3, "a process was started on a retired host"
 
 
+def test_notice_does_not_bring_back_a_process_of_another_host() -> None:
+    job = _start({"a": 1, "b": 2, "c": 1})
+    _find(job, a=1, b=1, c=1)
+    job.leave(3, "notice")
+    assert [rank["rank"] for rank in _join(job, 0, 1, 2, 3).values()] == [0, 1, -1, -1]
+
+
+def test_hosts_that_leave_do_not_keep_the_state() -> None:
+    job = _start({"a": 1, "b": 1})
+    _find(job, a=1)
+    job.leave(0, "notice")
+    assert job.news(0)["stop"]
+
+
 def test_notice_holds_when_discovery_misses_the_host_once() -> None:
     job = _start({"a": 1, "b": 1})
     job.leave(1, "notice")
@@ -184,6 +254,19 @@ def test_notice_of_the_last_host_with_the_state_stops_the_run() -> None:
     assert job.news(0)["stop"], "process 2 on b has no state"
 
 
+def test_slot_of_an_unfit_process_is_used_again_when_the_hosts_change() -> None:
+    job = _start({"a": 1})
+    _find(job, a=1, b=1)
+    job.consider(0.0)
+    _join(job, 1, status=replace(NEW, identity=replace(IDENTITY, samples=99)))
+    job.exit(1, 1)
+    job.consider(5000.0)
+    assert len(job.state.processes) == 2
+    _find(job, a=1, b=1, c=1)
+    job.consider(0.0)
+    assert [p.host for p in job.state.processes[2:]] == ["b", "c"]
+
+
 def test_run_that_stops_does_not_wait_for_hosts() -> None:
     job = _start({"a": 2}, min_np=2)
     job.state.stop_requested = True
@@ -199,10 +282,28 @@ def test_first_generation_forms_without_a_process_that_hangs() -> None:
     job = DecidedJob({"a": 2}, 2, 1, 2, TIMEOUT)
     job.consider(10.0)
     assert _join(job, 0, status=NEW)[0] is None
-    job.consider(TIMEOUT - 10.1)
+    job.failed(1, "", 0)  # it has sent a request
+    job.consider(TIMEOUT - 11.0)
     assert not job.formed, "process 1 may still come"
-    job.consider(0.2)
+    job.consider(1.0)
     assert job.ranks == {0: 0}
+
+
+def test_first_generation_does_not_wait_for_processes_that_keep_dying() -> None:
+    job = DecidedJob({"a": 2}, 2, 2, 2, TIMEOUT)
+    job.join(0, NEW)
+    for _ in range(14):
+        (starting,) = job.state.alive("starting")
+        job.exit(starting.number, 137)
+        job.consider(0.0)
+        job.consider(100.0)
+        if job.over:
+            break
+    assert job.over and job.messages[-1].startswith("error: fewer than 2 ranks for 600 s")
+
+
+def test_no_more_processes_than_max_np_are_started() -> None:
+    assert len(DecidedJob({"a": 4}, 4, 1, 2, TIMEOUT).state.processes) == 2
 
 
 def test_spare_learns_its_role_although_an_answer_is_lost() -> None:
@@ -228,6 +329,11 @@ def test_spare_learns_its_role_although_an_answer_is_lost() -> None:
     assert sorted(job.ranks) == [0, 2, 3, 4]
     assert (job.join(0, done) or {})["spare"] is True
     assert "spare" not in (job.join(2, later) or {})
+    job.consider(0.0)
+    for number in (0, 2, 3, 4):
+        job.join(number, later)  # the answers of this generation
+    got = _join(job, 0, 2, 3, 4, status=later)
+    assert all(ranks["size"] == 4 and "spare" not in ranks for ranks in got.values())
 
 
 def test_job_fails_when_ranks_are_missing_for_the_timeout() -> None:
@@ -241,6 +347,22 @@ def test_job_fails_when_ranks_are_missing_for_the_timeout() -> None:
     job.consider(0.1)
     assert job.over and job.state.exit_code == 1
     assert job.messages[-1].startswith("error: fewer than 2 ranks for 600 s (--min-np, ")
+
+
+@pytest.mark.parametrize(
+    ("min_np", "left", "message"),
+    [
+        (1, 1, "1 rank is left and 2 are needed (a replica of the model): waiting for hosts"),
+        (3, 3, "3 ranks are left and 3 are needed (--min-np): waiting for hosts"),
+    ],
+)
+def test_job_waits_for_whole_replicas(min_np: int, left: int, message: str) -> None:
+    job = _start({"a": 4}, min_np=min_np, replica_size=2)
+    for dead in range(left, 4):
+        job.exit(dead, 137)
+    status = replace(TRAINED, replica_size=2, shard=0)
+    assert _join(job, *range(left), status=status) == dict.fromkeys(range(left))
+    assert message in job.messages
 
 
 def test_wait_for_ranks_starts_again_after_each_generation() -> None:
@@ -297,8 +419,29 @@ def test_death_in_a_state_transfer_does_not_count_for_newcomers() -> None:
     _join(job, 0, 1)
     job.join(2, NEW)
     job.exit(1, 137)
+    job.join(2, replace(NEW, failed=STATE_TRANSFER))
     _join(job, 0, status=replace(TRAINED, failed=STATE_TRANSFER))
+    assert sorted(job.ranks) == [0, 2]
     assert job.state.processes[2].transfers_failed == 0
+
+
+def test_failed_rendezvous_of_the_first_generation_refuses_no_process() -> None:
+    job = _start({"a": 2})
+    for _ in range(3):
+        got = _join(job, 0, 1, status=replace(NEW, failed=RENDEZVOUS))
+        assert sorted(ranks["rank"] for ranks in got.values()) == [0, 1]
+
+
+def test_death_of_a_starting_process_is_not_a_failure_of_a_generation() -> None:
+    job = _start({"a": 1})
+    job.state.reset_limit = 0
+    _find(job, a=3)
+    job.consider(0.0)
+    job.exit(1, 137)
+    job.fall_silent(2)
+    job.stuck(2, "SIGKILL does not end it")
+    _join(job, 0)
+    assert not job.over
 
 
 def test_failed_step_ends_the_job_at_the_fifth_failure_in_a_row() -> None:
@@ -306,6 +449,7 @@ def test_failed_step_ends_the_job_at_the_fifth_failure_in_a_row() -> None:
     failed = replace(TRAINED, failed=TRAINING, message="no route to host")
     for times in range(1, 6):
         assert not job.over, times
+        job.join(1, replace(failed, step=4))
         _join(job, 0, 1, status=failed)
     assert job.over and job.messages[-1] == "error: step 6 failed 5 times: no route to host"
 
@@ -330,7 +474,50 @@ def test_processes_that_outlive_an_agreed_end_are_killed() -> None:
     job.consider(30.0)
     assert not job.state.over
     job.consider(0.1)
-    assert job.state.over and job.state.exit_code == 3
+    assert job.result == 3
+
+
+def test_rank_with_an_error_of_its_own_does_not_end_the_job() -> None:
+    job = _start({"a": 2})
+    job.failed(1, "UserError: no such file", 6)
+    job.exit(1, 2)
+    assert not job.state.ending and job.state.rank_lost
+
+
+def test_end_of_a_leaving_rank_does_not_end_the_job() -> None:
+    job = _start({"a": 1, "b": 1})
+    _find(job, a=1)
+    job.exit(1, 0)
+    assert not job.state.ending
+
+
+@pytest.mark.parametrize("hosts", [{"a": 2}, {}])
+def test_death_of_all_ranks_ends_the_job(hosts: dict[str, int]) -> None:
+    job = _start({"a": 2})
+    _find(job, **hosts)
+    for number in (0, 1):
+        job.exit(number, 137)
+    job.consider(0.0)
+    assert job.state.over and job.result == (137 if hosts else 1)
+
+
+def test_killed_process_is_not_reported_as_a_loss() -> None:
+    job = _start({"a": 2})
+    job.state.killed(job.now, 130)
+    said = [*job.messages]
+    for number in (0, 1):
+        job.exit(number, 143)
+    job.consider(0.0)
+    assert job.messages[len(said) :] == ["", ""] and job.result == 130
+
+
+def test_first_exit_code_of_an_agreed_end_is_reported() -> None:
+    job = _start({"a": 3})
+    for number, code in enumerate((3, 143, 0)):
+        job.exit(number, code)
+    job.state.killed(job.now, 130)
+    job.consider(0.0)
+    assert job.result == 3
 
 
 def test_agreed_end_before_the_first_generation_takes_a_second() -> None:

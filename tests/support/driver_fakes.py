@@ -22,6 +22,7 @@ from hvdtrain.elastic.decisions import (
     MakeSpares,
     RefuseProcess,
     RemoveProcess,
+    ReportResult,
     StartProcess,
     decide,
     has_membership_changes,
@@ -115,6 +116,7 @@ class DecidedJob:
         found: host -> slots, the result of the next discovery.
         formed: all generations so far.
         ended: processes that were asked to end, by SIGTERM.
+        result: exit code that was reported.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class DecidedJob:
         self.found = dict(hosts)
         self.formed: list[Formed] = []
         self.ended: set[int] = set()
+        self.result: int | None = None
         self.state = JobState(min_np, max_np, timeout, Slots((1, 1)))
         self._answers: dict[int, dict[str, Any]] = {}
         self.discover()
@@ -166,6 +169,8 @@ class DecidedJob:
             case EndProcess(number):
                 assert number not in self.ended, f"process {number} was asked to end twice"
                 self.ended.add(number)
+            case ReportResult(exit_code):
+                self.result = exit_code
             case RemoveProcess(number) | RefuseProcess(number):
                 reason = getattr(action, "reason", "")
                 self._answers[number] = {"rank": -1} | ({"reason": reason} if reason else {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from hvdtrain.config import Config
 from hvdtrain.config_checks import Ranks, check_ranks
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.config import ExchangeConfig
+from tests.support import warm
 from tests.support.runs import REPOSITORY, TINY, losses, run, start, train, weights
 
 STEPS, HALF = 60, 30
@@ -20,8 +20,9 @@ FLAGS = [*ADASUM, "--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
 
 
 def test_adasum_on_four_ranks_matches_the_paper(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", str(REPOSITORY / "tests/parallel")]
-    done = start(tmp_path, ["-k", "adasum"], "mpirun:4", command=command).wait(120)
+    command = [warm.python(4), "-m", "pytest", "-q"]
+    tests = [str(REPOSITORY / "tests/parallel/test_adasum.py")]
+    done = start(tmp_path, tests, "mpirun:4", command=command).wait(120)
     assert done.returncode == 0 and "3 passed" in done.stdout, done
 
 

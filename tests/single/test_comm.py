@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from hvdtrain.run.exporting import Exported, build_exporter
 from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.config import TelemetryConfig
+from tests.support import warm
 from tests.support.runs import REPOSITORY, metrics, run, start
 
 DOCS = REPOSITORY / "docs/collectives.md"
@@ -37,7 +37,7 @@ def test_docs_script_counts_the_same_on_any_number_of_ranks(tmp_path: Path, laun
     (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     script = tmp_path / "count_bytes.py"
     script.write_text(code)
-    command = [sys.executable, str(script)]
+    command = [warm.python(LAUNCHERS[launcher]), str(script)]
     done = start(tmp_path / "output", [str(DOCS)], launcher, command=command).wait(60)
     data = DOCS.read_bytes()
     expected = f"{len(data)} bytes, {data.count(b'e')} of them an e; {LAUNCHERS[launcher]} ranks"
@@ -106,7 +106,7 @@ def test_collective_that_another_rank_never_calls_times_out(tmp_path: Path) -> N
     script.write_text(STALLED)
     seconds = {"CHECK": "1", "SHUTDOWN": "2"}
     env = {f"HOROVOD_STALL_{name}_TIME_SECONDS": value for name, value in seconds.items()}
-    command = [sys.executable, str(script)]
+    command = [warm.python(2), str(script)]
     done = start(tmp_path / "output", [], "gloo:2", env, command).wait(60)
     waited = dict(re.findall(r"rank (\d) waited (\d+) s", done.stdout))
     assert waited.keys() == {"0", "1"}, done

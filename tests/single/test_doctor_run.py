@@ -18,9 +18,9 @@ from tests.support.recorded import LongRun
 TASK = "--batch.global_size 8 --batch.micro_size 2 --eval.every 0 --telemetry.port 0 --run.id case"
 
 
-def _start(root: Path, task: str, *flags: str, env: dict[str, str] | None = None) -> runs.Job:
+def _flags(root: Path, task: str, *flags: str) -> list[str]:
     arguments = ["--task", f"tests.support.tasks:{task}", *TASK.split()]
-    return runs.start(root / "output", [*arguments, "--run.root", str(root), *flags], env=env)
+    return [*arguments, "--run.root", str(root), *flags]
 
 
 def _check(finding: Diagnosis, check: str, says: str, mend: str) -> None:
@@ -34,7 +34,7 @@ def _check(finding: Diagnosis, check: str, says: str, mend: str) -> None:
 
 @pytest.mark.slow
 def test_out_of_memory_run_is_explained(tmp_path: Path) -> None:
-    assert _start(tmp_path, "Large").wait(60).returncode == 1
+    assert runs.run(tmp_path / "output", _flags(tmp_path, "Large")).returncode == 1
     findings, _ = diagnose(tmp_path / "case")
     _check(findings[0], "memory", "DefaultCPUAllocator", "--batch.micro_size")
     assert findings[0].severity == "error"
@@ -42,10 +42,9 @@ def test_out_of_memory_run_is_explained(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_diverged_run_is_explained(tmp_path: Path) -> None:
-    job = _start(
-        tmp_path, "NotFinite", "--train.max_nonfinite", "3", env={"HVDTRAIN_TEST_NAN": "3-"}
-    )
-    assert job.wait(60).returncode == 3
+    flags = _flags(tmp_path, "NotFinite", "--train.max_nonfinite", "3")
+    done = runs.run(tmp_path / "output", flags, env={"HVDTRAIN_TEST_NAN": "3-"})
+    assert done.returncode == 3, done
     findings, how = diagnose(tmp_path / "case")
     _check(findings[0], "not finite", "the gradient is not finite", "--optim.lr")
     assert how == "how it ended: ended with exit code 3"
@@ -55,7 +54,7 @@ def test_diverged_run_is_explained(tmp_path: Path) -> None:
 def test_run_killed_from_outside_is_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = _start(tmp_path, "Slow", "--train.steps", "1000")
+    job = runs.start(tmp_path / "output", _flags(tmp_path, "Slow", "--train.steps", "1000"))
     metrics = tmp_path / "case" / "metrics.jsonl"
     poll(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 60, "steps")
     job.kill()

@@ -24,8 +24,6 @@ FLAGS = [
     *("--train.steps", str(STEPS), "--checkpoint.every", "10", "--model.dropout", "0.1"),
     *("--eval.every", "10", "--eval.batches", "2"),
 ]
-# 4 micro-batches a step: three ranks have 2, 1, 1. Four and sixteen are in tests/cluster.
-LAUNCHERS = ["mpirun:3", "gloo:2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,11 +48,11 @@ def _audit(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, s
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_run_is_bitwise_identical_on_other_ranks_and_launchers(
-    root: Path, launcher: str, capsys: pytest.CaptureFixture[str]
+def test_run_on_three_ranks_is_bitwise_identical(
+    root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = train(root, launcher.replace(":", "-"), FLAGS, launcher)
+    # 4 micro-batches a step: the ranks have 2, 1, 1. Four and sixteen are in tests/cluster.
+    directory = train(root, "three", FLAGS, "mpirun:3")
     assert weights(directory, STEPS) == weights(root / "alone", STEPS)
     compared = ("loss", "grad_norm", "state_hash", "validation_loss")
     for line, alone in zip(metrics(directory), metrics(root / "alone"), strict=True):

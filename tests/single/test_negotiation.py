@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
 from hvdtrain.bench.processes import MARK, launch
+from tests.support import warm
 
 pytestmark = pytest.mark.slow
 CYCLE_SECONDS = 0.5
@@ -17,7 +17,7 @@ CYCLE_SECONDS = 0.5
 
 @pytest.mark.parametrize("launcher", ["gloo", "mpi"])
 def test_all_reduce_starts_without_waiting_for_cycle_end(launcher: str) -> None:
-    rank = [sys.executable, "-m", "hvdtrain.bench.allreduce_worker", "horovod", "4096"]
+    rank = [warm.python(2), "-m", "hvdtrain.bench.allreduce_worker", "horovod", "4096"]
     settings = {"HOROVOD_CYCLE_TIME": str(1000 * CYCLE_SECONDS), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         launch(launcher, 2, rank),

@@ -119,7 +119,8 @@ def test_notice_stops_run_with_checkpoint(tmp_path: Path) -> None:
     with metadata() as said:
         flags = ["--task=tests.support.tasks:Paced", f"--run.root={tmp_path}", "--run.id=mine"]
         flags += [f"--preempt.notice={said.address}/notice", "--telemetry.port=0"]
-        job = runs.start(tmp_path, [*flags, "--batch.global_size=8", "--batch.micro_size=8"])
+        flags += ["--batch.global_size=8", "--batch.micro_size=8"]
+        job = runs.start(tmp_path, flags, command=runs.forked_train(1))
         poll((tmp_path / "mine/metrics.jsonl").exists, 120, "the first step")
         said.notice = True
         done = job.wait(60)

@@ -13,7 +13,7 @@ from hvdtrain.config import parse
 from hvdtrain.errors import UserError
 from hvdtrain.run.resolve import with_global_batch
 from tests.support.job import Job
-from tests.support.runs import TRAIN, environment, metrics, run
+from tests.support.runs import environment, forked_train, metrics, run
 
 COMMON = ["--task", "tests.support.tasks:Regression", "--telemetry.port", "0"]
 COMMON += ["--batch.micro_size", "4"]
@@ -70,7 +70,8 @@ def test_elastic_run_rejects_per_rank_batch(tmp_path: Path) -> None:
         f" --host-discovery-script 'cat {tmp_path}/hosts'"
     )
     keys = [*COMMON, "--run.root", str(tmp_path), "--batch.per_rank_size", "4"]
-    done = Job([], [*launcher, *TRAIN, *keys], environment({}), tmp_path / "job").wait(120)
+    command = [*launcher, *forked_train(2), *keys]
+    done = Job([], command, environment({}), tmp_path / "job").wait(120)
     output = done.stdout + done.stderr
     assert done.returncode != 0 and "Traceback" not in output, done
     assert output.count("hvdtrain: error: batch.per_rank_size derives the global batch") == 1

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
+from tests.support import warm
 from tests.support.job import Finished
 from tests.support.runs import start
 
@@ -29,7 +29,7 @@ def hang():
     threading.Event().wait(40)
 
 def work():  # slowly, and without a heartbeat: 15 % of a core
-    for _ in range(80):
+    for _ in range(60):
         end = time.thread_time() + 0.015
         while time.thread_time() < end:
             pass
@@ -41,13 +41,13 @@ def read():  # slowly, and without a heartbeat: 1.5 MB/s
             time.sleep(0.1)
 
 def advance():
-    for _ in range(16):
+    for _ in range(12):
         HEARTBEAT.advance()
         time.sleep(0.5)
 
 def wait_while_judged():  # longer than Horovod waits; its watchdog would let it wait longer
     HEARTBEAT.judged = True
-    time.sleep(8)
+    time.sleep(6)
 
 began = time.monotonic()
 try:
@@ -63,11 +63,11 @@ except collectives.RankLostError:
 def _ranks(directory: Path, part: str) -> Finished:
     script, data = directory / "ranks.py", directory / "data"
     script.write_text(RANKS.replace("PART", part))
-    data.write_bytes(bytes(80 * 150_000))
+    data.write_bytes(bytes(60 * 150_000))
     seconds = {"CHECK": "1", "SHUTDOWN": "3"}
     env = {f"HOROVOD_STALL_{name}_TIME_SECONDS": value for name, value in seconds.items()}
-    command = [sys.executable, str(script), str(data)]
-    return start(directory / "output", [], "gloo:2", env, command).wait(90)
+    command = [warm.python(2), str(script)]
+    return start(directory / "output", [str(data)], "gloo:2", env, command).wait(90)
 
 
 def test_wait_for_a_hanging_rank_is_bounded(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from hvdtrain.telemetry.exporter import Exporter, ExporterAddress, write_targets
 from hvdtrain.top.scrape import Rank, Scraper, Target, read_targets
 from hvdtrain.top.screen import RankTable, fit
 from tests.support.job import Finished, Job, poll
-from tests.support.runs import REPOSITORY, environment, start
+from tests.support.runs import REPOSITORY, environment, forked_train, start
 
 HOST = "127.0.0.1"
 TOP = [sys.executable, "-m", "hvdtrain.cli", "top"]
@@ -60,7 +60,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Path]]:
     flags += ["--batch.global_size", "4", "--batch.micro_size", "2", "--eval.every", "0"]
     flags += ["--telemetry.host", HOST, "--telemetry.linger_seconds", "0", "--checkpoint.every=0"]
     flags += ["--run.root", str(root), "--run.id", "mine"]
-    running = start(root / "output", flags, "gloo:2", env={"HVDTRAIN_TEST_PACE": "0.03"})
+    env = {"HVDTRAIN_TEST_PACE": "0.03"}
+    running = start(root / "output", flags, "gloo:2", env, forked_train(2))
     metrics = root / "mine/metrics.jsonl"
     poll(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 25, 60, "steps")
     yield running, root / "mine"

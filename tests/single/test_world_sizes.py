@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.support.job import Finished
-from tests.support.runs import TINY, losses, metrics, run, start, train, weights
+from tests.support.runs import TINY, forked_train, losses, metrics, run, start, train, weights
 from tests.support.tasks import INJECTED
 
 STEPS, HALF = 60, 30
@@ -20,7 +20,6 @@ STEPS, HALF = 60, 30
 CURVE = ["--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
 DROPOUT = ["--model.dropout", "0.1"]
 LAUNCHERS = ["", "mpirun:2", "mpirun:3", "gloo:2"]
-PAIRS = ["mpirun:2", "gloo:2"]
 
 
 def _name(launcher: str) -> str:
@@ -74,20 +73,20 @@ def test_run_resumed_on_as_many_or_more_ranks_keeps_its_curve(root: Path, launch
         assert weights(directory, STEPS) == weights(root / "mpirun-2", STEPS)
 
 
-@pytest.mark.parametrize("launcher", PAIRS)
-def test_signal_to_one_rank_stops_all_with_75_and_loses_no_step(root: Path, launcher: str) -> None:
-    where = ["--run.root", str(root), "--run.id", f"stopped-{_name(launcher)}"]
+# Under each launcher: tests/cluster (test_faults_of_state.py).
+def test_signal_to_one_rank_stops_all_with_75_and_loses_no_step(root: Path) -> None:
+    where = ["--run.root", str(root), "--run.id", "stopped"]
     flags = [*TINY, *CURVE, *DROPOUT, *where, "--task", "tests.support.tasks:Signalled"]
     # Rank 1 has two micro-batches a step: this one is in step 30, and the next is the last.
     env = {"HVDTRAIN_TEST_SIGNAL": "SIGUSR1:60:1"}
-    done = run(root / "output", flags, launcher, env)
+    done = run(root / "output", flags, "gloo:2", env)
     assert done.returncode == 75, done
     directory = root / where[-1]
     assert len(metrics(directory)) == 31, done
-    done = run(root / "output", flags, launcher)
+    done = run(root / "output", flags, "gloo:2")
     assert done.returncode == 0, done
-    assert losses(directory) == losses(root / _name(launcher))
-    assert weights(directory, STEPS) == weights(root / _name(launcher), STEPS)
+    assert losses(directory) == losses(root / "gloo-2")
+    assert weights(directory, STEPS) == weights(root / "gloo-2", STEPS)
 
 
 # Each mistake under one of the launchers: what ranks tell each other does not depend on it.
@@ -134,14 +133,14 @@ def test_damaged_checkpoints_are_reported_once(root: Path, tmp_path: Path) -> No
         ).exists() and f"{directory}: model.safetensors" in done.stderr
 
 
-@pytest.mark.parametrize("launcher", PAIRS)
-def test_error_on_one_rank_is_shown_and_ends_all_ranks(tmp_path: Path, launcher: str) -> None:
+# Under each launcher: tests/cluster (test_sixteen_ranks.py).
+def test_error_on_one_rank_is_shown_and_ends_all_ranks(tmp_path: Path) -> None:
     flags = (
         f"--task tests.support.tasks:Failing --batch.global_size 4 --batch.micro_size 2"
         f" --eval.every 0 --telemetry.port 0 --run.root {tmp_path} --run.id case"
     )
     env = {"HVDTRAIN_TEST_FAIL": "1:5"}
-    job = start(tmp_path / "output", flags.split(), launcher, env)
+    job = start(tmp_path / "output", flags.split(), "mpirun:2", env, forked_train(2))
     job.wait_for(INJECTED, timeout=100)
     done = job.wait(timeout=10)
     assert done.returncode == 1, done
@@ -157,7 +156,7 @@ def test_batchnorm_evaluation_does_not_depend_on_the_world_size(
     task = ["--task", "tests.support.tasks:Paced", "--train.steps", "12", "--eval.every", "4"]
     size = ["--batch.global_size", "8", "--batch.micro_size", "2", "--telemetry.port", "0"]
     curves = {}
-    for launcher in ("", "gloo:2", "mpirun:3"):
+    for launcher in ("", "mpirun:3"):
         where = ["--run.root", str(tmp_path), "--run.id", _name(launcher)]
         pace = {"HVDTRAIN_TEST_PACE": "0"}
         done = run(tmp_path / "output", [*task, *size, *where], launcher, pace)

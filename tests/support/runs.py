@@ -76,8 +76,13 @@ def run(
 
     The ranks are forked, see warm.py; `start` starts them as users do.
     """
-    command = [warm.python(int(launcher.partition(":")[2] or 1)), *TRAIN[1:]]
+    command = forked_train(int(launcher.partition(":")[2] or 1))
     return start(directory, arguments, launcher, env, command).wait(timeout)
+
+
+def forked_train(ranks: int) -> list[str]:
+    """`TRAIN` with ranks that are forked: see warm.py."""
+    return [warm.python(ranks), *TRAIN[1:]]
 
 
 def train(

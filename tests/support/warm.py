@@ -43,7 +43,7 @@ _PRELOAD = [
 
 
 def python(ranks: int) -> str:
-    """Return the path of a command to be followed by -m, a module name and its flags.
+    """Return the path of a command to be followed by -m MODULE, or a script, and its flags.
 
     Args:
         ranks: number of ranks of the job.
@@ -225,7 +225,13 @@ def main(descriptor: str) -> None:
     connection = Parent(socket.socket(fileno=int(descriptor))).serve()
     if connection is None:
         return
-    _, module, *sys.argv[1:] = _become(connection)
+    first, *rest = _become(connection)
+    if first != "-m":
+        sys.argv = [first, *rest]
+        sys.path[0] = str(Path(first).parent)
+        runpy.run_path(first, run_name="__main__")
+        return
+    module, *sys.argv[1:] = rest
     sys.modules.pop(module, None)  # otherwise runpy warns
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

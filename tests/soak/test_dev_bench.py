@@ -7,11 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
-
 from tests.support.runs import REPOSITORY
 
-pytestmark = pytest.mark.slow
 TINY = ["--model.layers=1", "--model.width=16", "--model.context=16", "--batch.global_size=8"]
 
 

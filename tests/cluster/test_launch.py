@@ -229,7 +229,7 @@ def test_supervisor_waits_for_enough_hosts(one_run: Supervised, undisturbed: lis
     cut_at = time.time()
     supervised.cluster.link("node2", up=False)
     try:
-        supervised.job.wait_for("waiting for hosts: only node1:1 answers", 30)
+        supervised.job.wait_for("waiting for hosts: only node1:1 responds", 30)
     finally:
         supervised.cluster.link("node2", up=True)
     supervised.recovery(cut_at)

@@ -1,4 +1,4 @@
-"""Marks the tests that start ranks."""
+"""Marks and fixtures of tests that start ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _STARTERS = (runs, runs.start, runs.run, runs.train, on_torch_ranks)
 
 @pytest.fixture(scope="session", autouse=True)
 def _directory_of_mpirun() -> Iterator[None]:
-    """Each mpirun removes /tmp/ompi.HOST.UID if it is empty, while that of another worker starts.
+    """Give each worker its own directory for mpirun.
 
-    That one then ends with 1, sometimes without a word.
+    Each mpirun removes /tmp/ompi.HOST.UID if it is empty, even while another worker's mpirun
+    starts, which then exits with 1, sometimes without a message.
     """
     with tempfile.TemporaryDirectory(prefix="mpi", dir="/tmp") as directory:
         os.environ[_MPI_DIRECTORY] = directory
@@ -31,7 +32,7 @@ def _directory_of_mpirun() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Files of a self-signed certificate for 127.0.0.1, and of its key."""
+    """Return the files of a self-signed certificate for 127.0.0.1 and of its key."""
     directory = tmp_path_factory.mktemp("tls")
     files = str(directory / "cert.pem"), str(directory / "key.pem")
     command = shlex.split(
@@ -43,10 +44,10 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test-fast` leaves out what starts ranks; the others run that first."""
+    """Mark tests that start ranks, which `make test-fast` omits, and run them first otherwise."""
     for item in items:
         module = getattr(item, "module", None)
         if any(value is starter for value in vars(module).values() for starter in _STARTERS):
             item.add_marker(pytest.mark.slow)
-    # Whoever of the workers is done first has short ones left to take from the others.
+    # The worker that finishes first then has short tests left to take over.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -1,4 +1,4 @@
-"""Activation checkpointing saves memory and changes no bit; errors when memory runs out."""
+"""Activation checkpointing saves memory with bitwise identical results; out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE = GPTConfig(layers=4, width=64, heads=4, context=64, vocab_size=64, dropou
 
 
 class Passes(NamedTuple):
-    """What a forward and a backward pass gave, and the most memory that they took, bytes."""
+    """Results of a forward and a backward pass, and their peak memory in bytes."""
 
     loss: Tensor
     gradients: list[Tensor]

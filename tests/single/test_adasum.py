@@ -41,7 +41,7 @@ def test_adasum_run_learns_resumes_exactly_and_reports_rank_dependence(
     assert said in capsys.readouterr().out
 
 
-# Launcher, more flags, what is said. The global batch is of 4 micro-batches.
+# Launcher, more flags, expected message. The global batch has 4 micro-batches.
 MISTAKES = [
     ("gloo:2", "", "exchange.reduce adasum requires MPI"),
     ("mpirun:3", "", "it requires 2, 4, 8, ... ranks, not 3"),

@@ -42,7 +42,7 @@ class Inherited(tasks.Regression):
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
-    """The argv and the environment of launchers that this test begins; each ends with 0."""
+    """Argv and environment of launchers that the test begins; each exits with 0."""
     calls: list[tuple[list[str], dict[str, str]]] = []
 
     class Launcher:
@@ -88,7 +88,7 @@ def test_run_passes_its_arguments_to_the_launcher(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config: dict[str, Any] = {"run": {"id": "mine"}, "optim": {"lr": 0.1}, "run.init_from": None}
-    config["train.steps"] = np.int64(3)  # as a sweep may compute it
+    config["train.steps"] = np.int64(3)  # as a parameter sweep may compute it
     ranks: Any = np.int64(3)
     result = hvdtrain.run(
         tasks.Regression, np=ranks, hosts="a:2,b:1", config=config, max_restarts=2
@@ -144,7 +144,7 @@ def test_invalid_call_raises_a_one_line_error(call: Callable[[], Any], words: st
 def test_run_called_inside_a_rank_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (word,) = start._environment(None)  # what a rank gets
+    (word,) = start._environment(None)  # argv of a rank
     monkeypatch.setenv(*word.split("="))
     with pytest.raises(UserError, match="__name__ == '__main__'"):
         hvdtrain.run("gpt-nano")
@@ -164,7 +164,7 @@ def test_run_files_are_readable_with_and_without_pandas(monkeypatch: pytest.Monk
 
 
 def test_model_is_loaded_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
-    directory = tmp_path / "copy"  # without the data it was trained on
+    directory = tmp_path / "copy"  # without its training data
     shutil.copytree(FORMAT_1, directory)
     (directory / "checkpoints/step_00000012/complete").unlink()
     model = hvdtrain.Run(directory).model()
@@ -203,7 +203,7 @@ def test_interrupted_notebook_leaves_no_ranks_running(
     done = job.wait(60)
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in done.stderr
-        assert not _processes_of(tmp_path)  # the script has waited for their end
+        assert not _processes_of(tmp_path)  # the script has waited for the end of both
     poll(lambda: not _processes_of(tmp_path), 60, "the end of all ranks")
 
 

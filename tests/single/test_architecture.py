@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
-# A room imports from itself and from rooms of rows below its own.
+# A package imports only from itself and from packages of lower rows.
 ROWS = [
     {"train", "cli", "commands"},
     {"doctor", "plan"},

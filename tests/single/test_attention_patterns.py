@@ -48,7 +48,8 @@ KEYS: dict[str, dict[str, Any]] = {
 
 
 def _counts(attend: Attend, time: int, heads: int) -> Tensor:
-    """How often a query sees a key, (heads, time, time), as the papers say, pair by pair."""
+    """Return how often a query attends to a key, (heads, time, time), as in the papers, pair by
+    pair."""
     counts = torch.zeros(heads, time, time)
     for head in range(heads):
         for i in range(time):
@@ -70,7 +71,7 @@ def _times(attend: Attend, head: int, i: int, j: int) -> int:
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, documents: Tensor | None) -> Tensor:
-    """A softmax in which a key counts as often as `counts` says."""
+    """Compute a softmax in which a key counts as often as `counts` says."""
     share = q.shape[1] // k.shape[1]
     k, v, counts = (x.repeat_interleave(share, dim=dim) for x, dim in ((k, 1), (v, 1), (counts, 0)))
     weights = (q @ k.mT * q.shape[-1] ** -0.5).exp() * counts
@@ -120,7 +121,7 @@ def test_single_block_or_segment_equals_full_attention() -> None:
 def test_pattern_takes_a_fraction_of_the_flops_of_full_attention(
     attend: Attend, most: float
 ) -> None:
-    """Of meta tensors each product is counted whole: so full attention is, too."""
+    """On meta tensors each product counts completely, also for full attention."""
     q, k, v = (torch.empty(1, 8, 512, 16, device="meta", requires_grad=True) for _ in range(3))
     flops = []
     for function in (attend, DilatedAttention((512,), (1,))):
@@ -132,7 +133,7 @@ def test_pattern_takes_a_fraction_of_the_flops_of_full_attention(
 
 @pytest.mark.parametrize("name", KEYS)
 def test_bfloat16_autocast_stays_close_to_float32(name: str) -> None:
-    """In bfloat16 and under autocast, where rotary positions make float32 of q and k."""
+    """In bfloat16 and under autocast, where rotary positions convert q and k to float32."""
     torch.manual_seed(0)
     model = GPT(replace(SMALL, **KEYS[name]))
     tokens = torch.randint(64, (2, 33))

@@ -27,10 +27,10 @@ Lines = list[dict[str, Any]]
 
 @st.composite
 def _histories(draw: st.DrawFn, off: Sequence[float] = (0.0,)) -> Callable[[Path], History]:
-    """Plans of runs with up to 6 generations; each is played into a directory.
+    """Draw plans of runs with up to 6 generations; each is played into a directory.
 
     Args:
-        off: by which the clocks may differ, in seconds.
+        off: range of clock differences in seconds.
     """
     log_every, save_every = draw(st.sampled_from([1, 1, 1, 4])), draw(st.sampled_from([0, 3, 5]))
     eval_every = draw(st.sampled_from([0, 6]))
@@ -141,7 +141,7 @@ def _without(record: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _drop(lines: Lines, starts: Lines, at: int) -> None:
-    assume(at < len(lines) - 1)  # of the last nobody knows whether there was one
+    assume(at < len(lines) - 1)  # unknown for the last one
     del lines[at]
 
 
@@ -162,7 +162,7 @@ def _start_step(by: int) -> Callable[[Lines, Lines, int], None]:
         start = starts[at % len(starts)]
         following = [s["time"] for s in starts if s["time"] > start["time"]]
         assume(start["step"] + by >= 0)
-        # A generation that did nothing may have begun anywhere.
+        # A generation without steps may have begun anywhere.
         assume(any(start["time"] < li["time"] < min([9e9, *following]) for li in lines))
         start["step"] += by
         start["samples"] += by * SIZE
@@ -173,7 +173,7 @@ def _start_step(by: int) -> Callable[[Lines, Lines, int], None]:
 def _start_gone(lines: Lines, starts: Lines, at: int) -> None:
     start = starts[at % len(starts)]
     if start is starts[-1] and len(starts) > 1:
-        # The last leaves a trace only where the ranks became other ones or steps were redone.
+        # The last one is visible only if the ranks changed or steps were repeated.
         after = [line["step"] for line in lines if line["time"] > start["time"]]
         assume(after and start["world_size"] != starts[-2]["world_size"])
     starts.remove(start)
@@ -258,7 +258,8 @@ def _write(directory: Path, name: str, lines: Lines) -> None:
 
 @pytest.fixture
 def history(tmp_path: Path) -> History:
-    """Launched, killed in step 14, launched again, recovered, recovered one step back."""
+    """A run that is launched, killed in step 14, launched again, recovered, and recovered one step
+    back."""
     history = History(tmp_path / "run", eval_every=6)
     history.launch(4)
     history.steps(13)
@@ -400,7 +401,7 @@ def test_start_from_a_nonexistent_checkpoint_is_reported(history: History) -> No
     (saved,) = [e for e in events[:5] if e["event"] == "checkpoint" and e["step"] == 10]
     events.remove(saved)
     _write(history.directory, "events", events)
-    found = audit(history.directory)  # it is on the disk, so there was one
+    found = audit(history.directory)  # it is on disk, so it existed
     assert found.clean and [f.warning for f in found.lineage.findings] == [True]
     shutil.rmtree(history.directory / "checkpoints/step_00000010")
     found = audit(history.directory)

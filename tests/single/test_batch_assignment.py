@@ -39,7 +39,7 @@ def test_assignment_by_speed_shortens_steps_and_keeps_the_curve(
     change, *_ = changes = [
         e for e in read_lines(by_speed / "events.jsonl") if e["event"] == "deal"
     ]
-    # 8 and 4; on a machine that is busy beside the ranks' sleep the speeds differ by less.
+    # 8 and 4; on a busy machine the speeds differ by less.
     assert all(change["micro_batches"] in ([8, 4], [7, 5]) for change in changes), changes
     seconds = [line["step_seconds"] for line in metrics(by_speed)]
     before, after = median(seconds[2 : change["step"]]), median(seconds[change["step"] + 1 :])

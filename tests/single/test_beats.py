@@ -19,7 +19,7 @@ SECRET = b"secret"
 
 
 class Ear:
-    """A driver's end that notes what it hears of whom."""
+    """A driver's receiver that records the heartbeats of each rank."""
 
     def __init__(self, *ranks: int, block: float = 0.0) -> None:
         self.beats = HeartbeatReceiver(0, SECRET)
@@ -47,7 +47,7 @@ class Ear:
 
 
 class Beating:
-    """A process that beats until it is asked to stop."""
+    """A process that sends heartbeats until it is asked to stop."""
 
     def __init__(self, ear: Ear, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOROVOD_RENDEZVOUS_SECRET", SECRET.decode())
@@ -88,7 +88,7 @@ def test_silent_process_is_detected_promptly_without_false_alarms(
     processes[1].on.set()
     _until(lambda: bool(ear.returned), 2)
     assert ear.silent == ear.returned == [1]
-    # It lives: what was too long once is not any more.
+    # It is alive, so a silence that was too long before is not any more.
     processes[1].on.clear()
     assert _until(lambda: len(ear.silent) > 1, 4) > 1.7
 
@@ -137,7 +137,7 @@ def test_process_that_answers_over_tcp_is_not_given_up(
     processes[1].on.set()
     time.sleep(2.5)
     processes[1].on.clear()
-    _until(lambda: ear.silent == [1], 3)  # what it said while beats came does not count
+    _until(lambda: ear.silent == [1], 3)  # its reports while heartbeats arrived do not count
     assert ear.unheard == [1]
 
 

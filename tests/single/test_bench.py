@@ -38,14 +38,14 @@ def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured processes are forked, see warm.py."""
+    """Fork measured processes, see warm.py."""
     monkeypatch.setattr(
         benchmarks, "worker", lambda *given: [warm.python(2), *processes.worker(*given)[1:]]
     )
 
 
 def _bench_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In this process."""
+    """Run the benchmark in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(["bench", *arguments])
@@ -117,7 +117,7 @@ def test_measured_loop_applies_horovod_settings_of_the_config(tmp_path: Path) ->
 
 def test_memory_bench_reports_usage_and_ratio() -> None:
     _, metrics = _metrics("memory", "--rounds", "1")
-    assert metrics["hvdtrain"]["median"] > 50  # MiB: torch alone has more
+    assert metrics["hvdtrain"]["median"] > 50  # MiB: torch alone needs more
     assert metrics["hvdtrain / plain PyTorch loop"]["aim"] == "<= 1.15"
 
 
@@ -151,7 +151,7 @@ def _start(at: float, cause: str, ranks: int) -> dict[str, Any]:
     return {"event": "start", "time": at, "cause": cause, "world_size": ranks, "seconds": 0.25}
 
 
-# A kill at 10.5, during a step or just before the end of one; the new rank is there at 20.
+# A kill at 10.5, during a step or just before its end; the new rank joins at 20.
 EVENTS = [
     _start(1, "launch", 4),
     {"event": "checkpoint", "time": 5.0, "step": 5},
@@ -176,7 +176,7 @@ def test_kill_without_effect_is_an_error() -> None:
 
 def test_median_range_matches_the_binomial_tables() -> None:
     assert median_range([3.0]) == (3.0, 3.0)
-    # Of 100 values the 40th and the 61st, as the tables of the binomial distribution have it.
+    # The 40th and the 61st of 100 values, according to tables of the binomial distribution.
     assert median_range([float(i) for i in range(1, 101)]) == (40.0, 61.0)
 
 

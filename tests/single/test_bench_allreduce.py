@@ -44,7 +44,7 @@ def test_ratios_are_medians_of_per_round_ratios() -> None:
     assert small["busbw_gb_per_s"] == pytest.approx(1.5 * 1024 / 3e-3 / 1e9)
     assert small["of"] == {"MPI_Allreduce": pytest.approx(1 / 3), "torch gloo": pytest.approx(2)}
     assert small["aim"] is None
-    # Round by round 0.5, 1 and 1: the ratio of the medians would be 0.5.
+    # 0.5, 1 and 1 in the rounds: the ratio of the medians would be 0.5.
     large = rows["Horovod, Gloo", 32 * MIB]
     assert large["of"] == {"MPI_Allreduce": pytest.approx(0.5), "torch gloo": pytest.approx(1)}
     assert (large["aim"], large["met"]) == (">= 0.9 x MPI_Allreduce", False)

@@ -19,7 +19,8 @@ from hvdtrain.run_files.run_directory import RunDirectory
 
 
 def _curve(step: float, loss: float = 20.0, sent: float = 8e6, validation: float = 2.5) -> Curve:
-    """20 steps, the loss less by 1 with each; the warm-up is ten times as slow."""
+    """Return a curve of 20 steps: the loss falls by 1 per step, warm-up steps are ten times as
+    slow."""
     seconds = [10 * step * min(n, 10) + step * max(0, n - 10) for n in range(1, 21)]
     return Curve(seconds, [loss - n for n in range(1, 21)], sent, validation)
 
@@ -56,11 +57,11 @@ def test_strategies_are_compared_per_round_at_equal_steps_and_time() -> None:
     assert [row["side"] for row in content["rows"]] == ["no exchange", "dense", "topk"]
     times = [dense[f"{key}step_seconds"] for key in ("", "min_", "max_")]
     assert times == pytest.approx([0.3, 0.2, 0.4])
-    # Round by round: 2, 4 and 2; the ratio of the medians would be 3.
+    # 2, 4 and 2 in the rounds: the ratio of the medians would be 3.
     assert dense["of"] == {"no exchange": pytest.approx(2)}
     assert topk["of"] == {"no exchange": pytest.approx(1), "dense": pytest.approx(0.5)}
     assert (dense["sent_bytes"], topk["sent_bytes"]) == (8e6, 4e4)
-    # Steps 11 to 20; by the end of the faster one dense had done 5 steps, 20 and 3.
+    # Steps 11 to 20; when the faster strategy ended, dense had done 5 steps, 20 and 3.
     assert (dense["loss"], topk["loss"]) == (4.5, 9.5)
     assert (dense["loss_at_equal_seconds"], topk["loss_at_equal_seconds"]) == (17.0, 9.5)
     assert (dense["validation_loss"], topk["validation_loss"]) == (2.5, 3)
@@ -104,7 +105,7 @@ def test_curve_reads_times_losses_and_sent_bytes_of_a_run(tmp_path: Path) -> Non
         for n in range(1, 26)
     ]
     lines[-1]["validation_loss"] = 3.25
-    # 10 steps that do not count, 10 of 40 and 60 bytes on the two ranks, 5 of 30 on each.
+    # 10 excluded steps; 10 of 40 and 60 bytes on the two ranks, 5 of 30 on each.
     exchanges = [
         {"step": 10, "steps": 10, "bytes": [9000, 9000]},
         {"step": 20, "steps": 10, "bytes": [400, 600]},

@@ -75,7 +75,7 @@ def test_buckets_limit_padding_and_are_reshuffled_every_epoch() -> None:
     buckets = SampleBuckets(lengths, 4000, SEED)
     used = buckets.used(range(len(buckets)))
     assert used.samples == 5000 and 1 - used.tokens / used.slots < 0.06
-    assert used.slots / len(buckets) > 0.9 * 4000  # the budget is used
+    assert used.slots / len(buckets) > 0.9 * 4000  # the budget is used well
     first, second = (
         {frozenset(buckets.micro_batch(epoch * len(buckets) + i)) for i in range(len(buckets))}
         for epoch in (0, 1)
@@ -84,7 +84,8 @@ def test_buckets_limit_padding_and_are_reshuffled_every_epoch() -> None:
 
 
 def _loaded(rank: int, ranks: int, workers: int, start: int = 0) -> dict[tuple[int, int], Tensor]:
-    """(step, number) -> what a rank loads in three steps from `start` on; reassigned once."""
+    """Return (step, number) -> samples that a rank loads in three steps from `start` on; reassigned
+    once."""
     data = Sentences(TRAIN)
     loader = TrainLoader(
         data,
@@ -161,7 +162,7 @@ def test_invalid_lengths_are_rejected(dataset: Any, message: str) -> None:
 
 
 def test_steps_of_bucketed_epochs_are_rounded_up() -> None:
-    buckets = _buckets([10] * 61)  # 6 a micro-batch: 11 micro-batches
+    buckets = _buckets([10] * 61)  # 6 per micro-batch: 11 micro-batches
     flags = ["--batch.max_tokens", "60", "--batch.per_step", "4", "--train.epochs", "2"]
     config = with_steps(parse(flags).config, Datasets([0] * 61), buckets)  # type: ignore[arg-type]
     assert config.train.steps == 6

@@ -139,7 +139,7 @@ def test_only_the_newest_checkpoints_are_kept(manager: CheckpointManager) -> Non
 def test_superseded_checkpoints_are_set_aside_and_not_resumed_from(
     tmp_path: Path, keep: int
 ) -> None:
-    # The run resumed from step 10: 20 is damaged, or another was asked for.
+    # The run resumed from step 10, because 20 is damaged or another checkpoint was requested.
     manager = CheckpointManager(tmp_path, keep)
     for step in (10, 20):
         write(tmp_path, _checkpoint(step))
@@ -149,7 +149,7 @@ def test_superseded_checkpoints_are_set_aside_and_not_resumed_from(
     newest = manager.newest()
     assert newest is not None and newest.state["step"] == 15
     assert _same(read(tmp_path / "left_step_00000020"), _checkpoint(20))
-    for step in (20, 30):  # the same once more
+    for step in (20, 30):  # the same again
         write(tmp_path, _checkpoint(step))
     manager.supersede(after=15)
     assert manager.finished()[-1].name == "step_00000015"
@@ -181,7 +181,7 @@ def test_interrupted_write_leaves_no_files_and_keeps_older_checkpoints(
     assert _same(read(manager.finished()[-1]), _checkpoint(30))
 
 
-# The limit stops a write where a full disk would; 64 bytes are less than any of the tensors'.
+# The limit stops a write as a full disk would; every tensor is larger than 64 bytes.
 @pytest.mark.parametrize("limit", [64, 800])
 def test_full_disk_leaves_no_files_and_keeps_older_checkpoints(
     manager: CheckpointManager, limit: int
@@ -269,7 +269,7 @@ def test_tied_parameters_and_buffers_survive_a_round_trip(tmp_path: Path) -> Non
 
 
 class _EndingGeneration(Heartbeat):
-    """Ends the generation after two chunks of a file."""
+    """End the generation after two chunks of a file."""
 
     def advance(self) -> None:
         self.generation_over = self.read()[0] >= 2

@@ -1,4 +1,4 @@
-"""What ranks tell each other about a save: a decision of rank 0, and failures of any rank."""
+"""Communication of ranks about a save: rank 0's decision, and any rank's failures."""
 
 from __future__ import annotations
 

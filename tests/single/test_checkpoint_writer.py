@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints: no step waits, no failure ends training, none is incomplete."""
+"""Asynchronous checkpoints: steps do not wait, failures do not end training, all are complete."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.support.job import Finished
 from tests.support.runs import REPOSITORY, metrics, run, start
 from tests.support.thread_ranks import exchange, on_ranks
 
-LIMIT = 20.0  # seconds for what takes milliseconds
+LIMIT = 20.0  # time limit for operations of milliseconds
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_rank() -> Iterator[None]:
-    """The ranks wait for the last save together: here there is one."""
+    """Replace the ranks' wait for the last save by one rank's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOROVOD_CONTROLLER", "gloo")
         patch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
@@ -49,7 +49,7 @@ def _one_rank() -> Iterator[None]:
 
 
 class Disk:
-    """Lets the saves of this process wait in their fsync until it is released."""
+    """Block the saves of this process in their fsync until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = threading.Event()
@@ -71,7 +71,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 
 class Training:
-    """A loop that only counts; its one weight is the step."""
+    """A loop that only counts; its only weight is the step."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class Training:
         self.callback.on_step(self.loop, {})
 
     def steps(self, number: int) -> None:
-        """Steps, each save done before the next."""
+        """Run steps, each save completed before the next step."""
         for _ in range(number):
             self.step()
             assert self.writer.wait(time.monotonic() + LIMIT)
 
 
 class _Shard:
-    """One of two ranks that save a shard each; the disk of rank 1 is full."""
+    """One of two ranks that each save a shard; the disk of rank 1 is full."""
 
     def __init__(self, root: Path, rank: int, last: int) -> None:
         self._rank, self._last = rank, last
@@ -144,7 +144,7 @@ class _Shard:
         )
 
     def run(self) -> str:
-        """Steps until rank 0's save has ended; what it says."""
+        """Run steps until rank 0's save has ended; return its messages."""
         deadline = time.monotonic() + LIMIT
         for step in range(1, 100_000):
             self._loop.progress.step, self._loop.ending = step, step == self._last
@@ -174,7 +174,7 @@ def test_failed_write_of_a_shard_fails_the_checkpoint_on_rank_0(
 
 
 def _saved(root: Path) -> dict[int, float]:
-    """Step -> the weight in its checkpoint."""
+    """Return step -> weight in its checkpoint."""
     return {
         checkpoint.state["step"]: float(checkpoint.parts["model"]["weight"])
         for checkpoint in map(read, finished(root))
@@ -185,12 +185,12 @@ def test_slow_disk_delays_no_step_and_saves_consistent_state(tmp_path: Path, dis
     training = Training(tmp_path, CheckpointConfig(every=4, keep=9))
     training.steps(3)
     disk.free.clear()
-    for _ in range(10):  # one that waited would take LIMIT
+    for _ in range(10):  # a waiting step would take LIMIT
         training.step()
     assert training.writer.busy and _saved(tmp_path) == {}
     disk.free.set()
     assert training.writer.wait(time.monotonic() + LIMIT)
-    # The saves of 8 and 12 came too late; the newest state is taken for them.
+    # The saves of 8 and 12 were delayed; the newest state is saved for them.
     training.steps(3)
     assert _saved(tmp_path) == {4: 4.0, 14: 14.0, 16: 16.0}
     assert training.writer.failures == 0 and training.writer.last_saved_step == 16
@@ -216,7 +216,7 @@ def test_saved_step_is_not_rewritten_after_a_new_rendezvous(tmp_path: Path) -> N
     first = finished(tmp_path)[0].stat().st_ino
     training.callback.on_step(training.loop, {})
     assert not training.writer.busy
-    # Another process became rank 0, and has no writer that knows of this save.
+    # Another process became rank 0, without a writer that knows of this save.
     other = Training(tmp_path, CheckpointConfig(every=2))
     other.loop = training.loop
     other.callback.on_step(other.loop, {})
@@ -259,7 +259,7 @@ def test_failed_save_is_counted_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "checkpoints"
-    root.write_bytes(b"")  # below a file nobody can make a directory, root included
+    root.write_bytes(b"")  # no user, including root, can create a directory below a file
     training = Training(root, CheckpointConfig(every=2), steps=10)
     with caplog.at_level(logging.ERROR, "hvdtrain"):
         training.steps(4)
@@ -416,7 +416,7 @@ def test_concurrent_saves_of_the_same_steps_stay_intact(tmp_path: Path) -> None:
             try:
                 verify(directory)
                 seen += 1
-            except DamagedError:  # it may be gone by now, but not be there and be damaged
+            except DamagedError:  # it may have been deleted, but must not exist and be damaged
                 assert _identity(directory) != before or before is None
     assert [process.wait(LIMIT) for process in both] == [0, 0] and seen
     names = [path.name for path in finished(tmp_path)]
@@ -444,7 +444,7 @@ def test_hung_disk_stops_neither_training_nor_shutdown(tmp_path: Path) -> None:
 
 
 def test_long_last_save_does_not_trigger_the_stall_shutdown(tmp_path: Path) -> None:
-    # Rank 0 waits for its disk longer than Horovod lets ranks wait for one in a collective.
+    # Rank 0 waits for its disk longer than Horovod lets ranks wait in a collective.
     flags = [*FLAGS, "--task", "tests.support.tasks:BlockedDisk", "--run.root", str(tmp_path)]
     env = {
         "HVDTRAIN_TEST_BLOCKED": "60:9",
@@ -458,7 +458,7 @@ def test_long_last_save_does_not_trigger_the_stall_shutdown(tmp_path: Path) -> N
     assert read(last).state["step"] == 10
 
 
-# A small disk of its own, whose content is copied out at the end.
+# A separate small disk, whose content is copied at the end.
 _ON_A_SMALL_DISK = (
     'mount -t tmpfs -o size=400k tmpfs "$0" && { "$@"; code=$?; rm -f "$0/ballast";'
     ' cp -r "$0" "$0.after"; exit $code; }'

@@ -64,7 +64,7 @@ def test_list_shows_the_state_of_every_checkpoint(
     first, left, fourth, fifth, hidden = states.values()
     assert first.startswith("damaged: state.json has 2 bytes instead of")
     assert left == "superseded: the run resumed from before it"
-    # It has got its name, so it had its marker once.
+    # It has its final name, so it once had its marker.
     assert (fourth, fifth) == ("finished", "damaged: it has no marker (the file 'complete')")
     assert hidden == "being written, or a leftover of a failed write"
 
@@ -94,7 +94,7 @@ def test_exported_weights_and_config_are_self_contained(run: Path, tmp_path: Pat
     config = json.loads((out / "config.json").read_text())
     assert (config["task"], config["step"], config["samples"]) == ("language_model", 4, 32)
     assert "optim" not in config
-    model = GPT(GPTConfig(**config["model"]))  # the size of the vocabulary is there too
+    model = GPT(GPTConfig(**config["model"]))  # also contains the vocabulary size
     weights = load_file(out / "model.safetensors")
     model.load_state_dict(weights)
     saved = read(run / "checkpoints/step_00000004").parts["model"]
@@ -117,7 +117,7 @@ def test_export_refuses_existing_targets_and_damaged_checkpoints(
     assert "was altered" in capsys.readouterr().err
     below = run / "config.yaml/out"
     assert _ckpt("export", run / "checkpoints/step_00000002", "--out", below) == 2
-    assert set(tmp_path.iterdir()) == before  # nothing half is left
+    assert set(tmp_path.iterdir()) == before  # no incomplete file is left
 
 
 @pytest.mark.parametrize("action", ["list", "verify", "export"])

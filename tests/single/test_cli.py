@@ -38,7 +38,7 @@ def test_help_imports_nothing_heavy() -> None:
 @pytest.mark.alone
 def test_help_takes_less_than_a_second() -> None:
     took = []
-    for _ in range(3):  # the best of three: other programs may hold the cores
+    for _ in range(3):  # the best of three, because other programs may use the cores
         started = time.monotonic()
         _hvdtrain("--help")
         took.append(time.monotonic() - started)

@@ -75,7 +75,7 @@ IN_LOSS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def _run() -> Any:
-    """What a table of facts looks at."""
+    """Return a run for a table of facts."""
     return SimpleNamespace(manifest={}, config={}, ledger=None)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# Each calls the completion as its shell does, with the cursor at the end of the last word.
+# Each calls the completion like its shell, with the cursor at the end of the last word.
 BASH = """\
 source "$1"; shift
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
@@ -76,12 +76,12 @@ CASES = [
 def test_completion_offers_exactly_the_matching_words(
     scripts: dict[str, Path], shell: str, line: str, wanted: list[str]
 ) -> None:
-    words = f"hvdtrain {line}".split(" ")  # where the line ends with a space, a new word begins
+    words = f"hvdtrain {line}".split(" ")  # if the line ends with a space, a new word begins
     assert _offered(shell, scripts[shell], words) == wanted
 
 
 def test_value_after_an_equals_sign_is_completed(scripts: dict[str, Path]) -> None:
-    # bash makes three words of it, zsh one.
+    # bash splits it into three words, zsh does not
     bash = ["hvdtrain", "train", "--optim.name", "=", "adamw8"]
     assert _offered("bash", scripts["bash"], bash) == ["adamw8bit"]
     assert "adamw" in _offered("bash", scripts["bash"], bash[:-1])

@@ -56,9 +56,9 @@ def test_compressed_run_learns_and_reports_rank_dependence(
 
 
 def test_compression_sends_the_expected_number_of_bytes(root: Path) -> None:
-    # Indices and values are 8 bytes for each of a tenth of the elements of 4.
+    # Indices and values are 8 bytes for a tenth of the elements, which have 4 bytes.
     assert _bytes(root / "topk") == pytest.approx(0.2 * _bytes(root / "dense"), rel=0.01)
-    # The first 10 steps of 100 travel whole; here rank 4 of 32 x 128 is about a fifth.
+    # The first 10 of 100 steps send everything; here rank 4 of 32 x 128 is about a fifth.
     assert 0.1 < _bytes(root / "powersgd") / _bytes(root / "dense") < 0.5
 
 
@@ -175,7 +175,7 @@ def test_ranks_on_different_processors_agree_or_refuse_to_start(tmp_path: Path, 
     where = ["--run.root", str(tmp_path / "runs"), "--train.replica_check_every", "1"]
     arguments = [*TINY, "--model.width", "64", *flags, *where]
     done = start(tmp_path / "output", arguments, "gloo:2", command=[str(rank)]).wait(120)
-    # MKL has one kind of kernels for some processors.
+    # MKL has only one kind of kernels on some processors.
     if done.returncode or other.startswith("ATEN"):
         assert done.returncode == 2, done
         assert done.stderr.count("the processor here differs from the processor of") == 1, done

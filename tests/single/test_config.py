@@ -1,4 +1,4 @@
-"""The configuration: precedence of its sources, and what is reported about an error, and when."""
+"""The configuration: precedence of its sources, and the content and time of its errors."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_configuration_error_is_reported_before_torch_is_imported() -> None:
 
 
 def test_configuration_error_on_rank_1_alone_is_reported() -> None:
-    # No rank 0 that says it: this rank does, after it has waited for one.
+    # No rank 0 reports it, so this rank does after waiting for it.
     done = _run("--optim.lrr", "1", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("hvdtrain: error: rank 1 on ")
@@ -224,7 +224,7 @@ def test_configuration_error_on_rank_1_alone_is_reported() -> None:
 
 def test_help_lists_keys_in_less_than_a_second_of_cpu_time() -> None:
     took = []
-    for _ in range(3):  # the best of three: other programs may hold the cores
+    for _ in range(3):  # the best of three, because other programs may use the cores
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = _run("--help")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""The tables of refused combinations, and what ranks agree on at their start."""
+"""Tables of refused combinations, and the ranks' agreement at the start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.runtime.collectives import AgreedError
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 AXES = ("tensor", "pipeline", "context", "shard")
 
-# A value that switches a key on, or that a check names, for each term of the tables.
+# A value that enables a key, or that a check names, for each term of the tables.
 TERM = re.compile(r"`([a-z_]+\.[a-z_0-9]+)(?: ([^`]+))?`( above 1| other than `(\S+)`)?")
 ON = {
     "train.epochs": "2",
@@ -41,14 +41,14 @@ ON = {
     "telemetry.tls_cert_file": "cert.pem",
     "telemetry.tls_key_file": "key.pem",
 }
-# A value that is not among those that a check requires.
+# A value other than those that a check requires.
 OTHER = {"optim.name": "lion", "parallel.zero": "1"}
 EXCLUSIONS = [check for check in CHECKS if " excludes " in check.combination]
 REQUIREMENTS = [check for check in CHECKS if " requires " in check.combination]
 
 
 def _flags(text: str) -> list[str]:
-    """Flags that make all terms in a combination's text true."""
+    """Return flags that make all terms in a combination's text true."""
     if text.startswith("a degree of `parallel`"):
         return ["--parallel.tensor=2"]
     match = TERM.match(text)

@@ -1,4 +1,4 @@
-"""Context parallelism against the same model on one rank."""
+"""Context parallelism compared with the same model on one rank."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CONTEXT = 64
 SMALL = GPTConfig(layers=2, heads=4, kv_heads=2, width=32, context=CONTEXT, vocab_size=50)
 PATTERNS: dict[str, dict[str, Any]] = {
     "full": {},
-    # Of 4 ranks a segment of 32 spans two, one of 64 all; 16 and 8 lie inside.
+    # On 4 ranks a segment of 32 spans two ranks, one of 64 all; 16 and 8 fit into one.
     "dilated": {
         "attention": "dilated",
         "segment_lengths": [8, 32, 64],
         "dilation_rates": [1, 2, 8],
     },
-    # Of 4 ranks the blocks before a rank's own are on two others.
+    # On 4 ranks the blocks before a rank's own are on two other ranks.
     "local": {
         "attention": "block_sparse",
         "block_size": 8,
@@ -55,7 +55,7 @@ def _model(name: str, positions: str = "rotary") -> GPT:
 
 
 def _results(model: GPT, with_documents: bool) -> dict[str, Tensor]:
-    """Loss and gradients, of all ranks of the model together."""
+    """Return loss and gradients of all ranks of the model together."""
     generator = torch.Generator().manual_seed(1)
     batch = torch.randint(50, (2, CONTEXT + 1), generator=generator)
     tokens, targets = batch[:, :-1], batch[:, 1:]
@@ -73,7 +73,7 @@ def _results(model: GPT, with_documents: bool) -> dict[str, Tensor]:
 
 
 def _shared() -> list[dict[str, Any]]:
-    """Each case on all ranks of this world."""
+    """Run each case on all ranks of this world."""
     found = []
     for name, positions, with_documents in CASES:
         model = _model(name, positions)
@@ -95,7 +95,7 @@ def test_context_parallel_loss_and_gradients_match_one_rank(ranks: int) -> None:
 
 
 def _sent() -> list[int]:
-    """Positions that this rank receives of others, by pattern, and bits of a second group."""
+    """Return the positions that this rank receives, by pattern, and results of a second group."""
     received: list[int] = []
     batch_isend_irecv = dist.batch_isend_irecv
 
@@ -122,14 +122,14 @@ def _sent() -> list[int]:
 
 
 def test_rank_receives_only_the_keys_that_its_pattern_needs() -> None:
-    """Of 4 ranks with 16 tokens each."""
+    """On 4 ranks with 16 tokens each."""
     by_rank = on_torch_ranks(4, _sent)
     for rank, (full, dilated, local, block_sparse) in enumerate(by_rank):
         assert full == 3 * 16
-        # Every 2nd of the rank before in a segment of two, every 8th of all before.
+        # Every 2nd of the previous rank in a segment of two, every 8th of all previous ranks.
         assert dilated == rank % 2 * 8 + rank * 2
         assert local == min(rank * 16, 24)
-        # Two blocks just before, and the first 5, the last of which rank 1 has itself.
+        # The two preceding blocks, and the first 5, of which rank 1 holds the last itself.
         assert block_sparse == [0, 8 + 16, 8 + 20, 8 + 20][rank]
 
 

@@ -24,7 +24,7 @@ TASKS = {
 
 
 class _Cautious:
-    """A task whose loss() catches what it can; it notes what it did."""
+    """A task whose loss() catches all exceptions it can, and records what it did."""
 
     def __init__(self) -> None:
         self.inner = Words(layers=4)

@@ -14,7 +14,7 @@ from tests.support.dashboard import DASHBOARD, dashboard, panels, rules
 from tests.support.runs import REPOSITORY
 
 GRAFANA = REPOSITORY / "docker/grafana"
-# They come from the run's ledger, and continue where another process becomes rank 0.
+# They come from the run's ledger, and continue when another process becomes rank 0.
 KEPT_THROUGH_RESTARTS = {"hvdtrain_restarts_total", "hvdtrain_lost_steps_total"}
 UNITS = {
     *("short", "s", "bytes", "Bps", "percentunit", "sci", "watt", "hertz", "suffix: samples/s")

@@ -1,4 +1,4 @@
-"""The report that steps wait for data, given once."""
+"""The report that steps wait for data, given only once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _table(data: float, compute: float) -> torch.Tensor:
     table = torch.zeros(3, len(COLUMNS), dtype=torch.float64)
     table[:, COLUMNS.index("data")] = data
     table[:, COLUMNS.index("forward")] = table[:, COLUMNS.index("backward")] = compute / 2
-    table[0] *= 3  # one rank that is slow in all is another matter
+    table[0] *= 3  # a rank that is slow in everything is not data-bound
     return table
 
 

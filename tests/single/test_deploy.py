@@ -1,4 +1,4 @@
-"""`hvdtrain deploy`: hvdtrain's own parsers and bash read back what it writes."""
+"""`hvdtrain deploy`: its output is read back by hvdtrain's own parsers and by bash."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.runs import REPOSITORY
 KEYS = ["--config", "gpt-nano", "--train.steps", "30", "--data.train", "it's $HOME.txt"]
 BATCH = ["slurm", "pbs", "lsf"]
 HOSTS = ["--hosts", "node1:8,node2:4"]
-# Says what it was called with; exits as told.
+# Stub that prints its arguments and exits as configured.
 STUB = """\
 #!/usr/bin/env python3
 import json, os, sys
@@ -48,7 +48,7 @@ Written = Callable[..., Path]
 
 @pytest.fixture
 def written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Written:
-    """Calls `hvdtrain deploy TARGET ...` for a file in this test's directory; its path."""
+    """Call `hvdtrain deploy TARGET ...` for a file in this test's directory; return its path."""
 
     def written(target: str, *options: str, keys: list[str] = KEYS) -> Path:
         out = tmp_path / f"train-{target}"
@@ -61,7 +61,7 @@ def written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Written:
 
 
 def call(script: Path, target: str, **env: str) -> tuple[int, list[list[str]]]:
-    """Runs a script where schedulers and launchers are stubs; its exit code, and their calls."""
+    """Run a script with stubs of schedulers and launchers; return its exit code and their calls."""
     directory = script.parent
     for name in ("bin", ".venv/bin"):
         (directory / name).mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def call(script: Path, target: str, **env: str) -> tuple[int, list[list[str]]]:
 
 
 def trained(words: list[str]) -> Config:
-    """The configuration with which a launcher's command starts training, wherever it stands."""
+    """Return the configuration with which a launcher's command starts training."""
     at = words.index("-m") - 1 if "-m" in words else words.index("hvdtrain")
     command = training_command(["python", *words[at + 1 :]])
     assert command is not None, words
@@ -97,7 +97,7 @@ def trained(words: list[str]) -> Config:
 
 
 def launched(words: list[str]) -> argparse.Namespace:
-    """The arguments of `hvdtrain launch` in a command, as its own parser reads them."""
+    """Return the arguments of `hvdtrain launch` in a command, parsed by its own parser."""
     parser = argparse.ArgumentParser()
     launch.add_arguments(parser)
     args = parser.parse_args(words[words.index("launch") + 1 :])
@@ -198,7 +198,7 @@ def test_preempted_job_is_resubmitted_up_to_a_limit(written: Written) -> None:
         assert code == number and len(calls) == 1
     code, calls = call(script, "pbs", STUB_EXIT="75", HVDTRAIN_RESTARTS="20")
     assert code == 75 and len(calls) == 1, "without end"
-    # LSF itself does it, where the script ends so.
+    # LSF itself requeues it after this exit code.
     code, calls = call(written("lsf"), "lsf", STUB_EXIT="75")
     assert code == 75 and len(calls) == 1
 
@@ -265,6 +265,6 @@ def test_docs_and_compose_use_the_images_that_deploy_names() -> None:
 def test_script_uses_the_environment_that_generated_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # which has no .venv
+    monkeypatch.chdir(tmp_path)  # without a .venv
     assert cli.main(["deploy", "slurm"]) == 0
     assert f"VENV=${{VENV:-{sys.prefix}}}" in capsys.readouterr().out

@@ -42,7 +42,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def objects(directory: Path) -> dict[str, list[Object]]:
-    """What is sent to the cluster for each overlay, and for the monitoring."""
+    """Return the objects sent to the cluster for each overlay, and for the monitoring."""
     overlays = {name: build(directory / "overlays" / name) for name in OVERLAYS}
     return overlays | {"monitoring": build(directory / "monitoring")}
 
@@ -53,7 +53,7 @@ def one(found: list[Object], kind: str) -> Object:
 
 
 def words(container: Object) -> list[str]:
-    """A container's command as it is started, less the shell that looks at the pod's index."""
+    """Return a container's command, without the shell that reads the pod's index."""
     every = [*container["command"], *container.get("args", [])]
     return [word.replace("$$(", "$(") for word in every]
 
@@ -160,7 +160,7 @@ def test_mpi_job_starts_the_requested_ranks_with_valid_keys(
     config = parse(command.flags).config
     assert (config.run.root, config.run.id, config.train.steps) == ("/runs", "gpt", 30)
     assert words(containers[1]) == ["training-node"]
-    # Where training-node looks for the keys that the operator makes.
+    # Where training-node reads the keys that the operator creates.
     start = (REPOSITORY / "docker/node/start").read_text()
     assert f"given={job['sshAuthMountPath']}\n" in start and "$given/id_rsa.pub" in start
     assert launcher["restartPolicy"] == "OnFailure", "75 would end the job"

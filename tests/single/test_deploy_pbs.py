@@ -14,9 +14,9 @@ from hvdtrain import cli
 from tests.support import runs
 from tests.support.job import Job, poll
 
-# Says what it was called with.
+# Stub that prints its arguments.
 QSUB = '#!/bin/sh\necho "$@" >> "$PBS_O_WORKDIR/submitted"\n'
-# A launcher that saves when it is told to, and says when that was.
+# A launcher that saves on request, and reports when.
 LAUNCHER = "#!/bin/bash\ntrap 'echo told; exit 75' USR1\necho began\nsleep 20 &\nwait\n"
 
 pytestmark = pytest.mark.slow
@@ -84,7 +84,7 @@ def test_signaled_job_saves_a_checkpoint_and_is_resubmitted(tmp_path: Path, star
 
 @pytest.fixture
 def job(tmp_path: Path, start: Start) -> Job:
-    """A job whose launcher saves as soon as it is told to, a second after its start."""
+    """Run a job whose launcher saves as soon as it is asked to, a second after its start."""
     (tmp_path / "mpirun").write_text(LAUNCHER)
     (tmp_path / "mpirun").chmod(0o755)
     script = written(tmp_path)

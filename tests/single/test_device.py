@@ -18,7 +18,7 @@ TWO_HOSTS = ("node1", "node1", "node2", "node2")
 def _choose(
     monkeypatch: pytest.MonkeyPatch, rank: int, visible: list[list[str]], built: bool = True
 ) -> torch.device:
-    """The device of one rank on two hosts with two ranks each; `visible`: what each rank sees."""
+    """Return the device of one rank of 4 on two hosts; `visible`: GPUs that each rank sees."""
     seen = visible[rank]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))

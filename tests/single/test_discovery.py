@@ -1,4 +1,4 @@
-"""`hvdtrain discover`: finds the hosts that answer, in bounded time, in a small process."""
+"""`hvdtrain discover`: finds the hosts that respond, in bounded time and in a small process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.launch.discovery import answering, is_this_host, parse_probe
 from hvdtrain.launch.hostfile import Host
 
-# Of the range for documentation (RFC 5737): no ssh there, even if a gateway accepts for all.
+# An address for documentation (RFC 5737): no ssh there, even if a gateway accepts all.
 NOBODY = "198.51.100.1"
 
 
@@ -27,7 +27,7 @@ def _discover(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port of this machine that accepts connections and says nothing."""
+    """A port of this machine that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield int(server.getsockname()[1])
 
@@ -44,7 +44,7 @@ def test_silent_hosts_cost_no_more_than_the_timeout() -> None:
     hosts = ",".join(f"198.51.100.{number}:8" for number in range(1, 100))
     started = time.monotonic()
     done = _discover("--hosts", hosts, "--timeout", "1", "--probe", "ssh")
-    assert time.monotonic() - started < 3  # 1 and the start of two processes on a busy machine
+    assert time.monotonic() - started < 3  # 1 s and the start of two processes on a busy machine
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
@@ -102,7 +102,7 @@ def test_discover_uses_little_cpu_and_imports_nothing_heavy() -> None:
         assert _discover("--hosts", "localhost:2").returncode == 0
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(taken) < 0.2  # about 0.08 where nothing else runs
+    assert min(taken) < 0.2  # about 0.08 on an idle machine
     trace = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "hvdtrain.cli", "discover", "--hosts", "a:1"],
         capture_output=True,

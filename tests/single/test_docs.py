@@ -40,7 +40,7 @@ def tokens(page: Path) -> list[Token]:
 
 
 def links(page: Path) -> Iterator[str]:
-    """Where a page's links and pictures point to."""
+    """Return the targets of a page's links and images."""
     for token in tokens(page):
         for child in token.children or []:
             target = child.attrGet("src" if child.type == "image" else "href")
@@ -49,7 +49,7 @@ def links(page: Path) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Return the anchors of the headings, as GitHub generates them."""
     found: set[str] = set()
     every = tokens(page)
     for opening, text in pairwise(every):
@@ -61,7 +61,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def keys(task: str) -> dict[str, object]:
-    """Every key of the configuration of a task -> its value there."""
+    """Return every configuration key of a task -> its value."""
     resolved = yaml.safe_load(parse(["--task", task]).resolved)
     return {
         f"{group}.{key}" if isinstance(content, dict) else group: value
@@ -90,7 +90,7 @@ def test_custom_task_of_the_docs_learns_unmodified(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     last = metrics(tmp_path / "runs" / "own")[-1]
     assert last["step"] == 300
-    assert last["validation_accuracy"] > 0.9  # it learns, not only runs
+    assert last["validation_accuracy"] > 0.9  # it also learns
 
 
 def test_configuration_reference_matches_its_generator() -> None:
@@ -175,7 +175,7 @@ def test_site_includes_every_docs_file_that_a_page_links_to(tmp_path: Path) -> N
 
 
 def _ours() -> Iterator[str]:
-    """What stands for the flags of other tools: code in the last cells of the page's tables."""
+    """Return the replacements of other tools' flags: code in the tables' last cells."""
     for row in re.findall(r"^\|.*\|$", (DOCS / "coming-from.md").read_text(), re.MULTILINE):
         yield from re.findall(r"`([^`]+)`", row.split(" | ")[-1])
 

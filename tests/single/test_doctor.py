@@ -1,7 +1,7 @@
-"""Findings of the doctor from facts that hosts report.
+"""Findings of the doctor from hosts' facts.
 
-The facts include conditions that no test machine can be given, such as clock skew, a file system
-without locks, or a GPU.
+The facts include conditions that cannot be created on a test machine, such as clock skew, a file
+system without locks, or a faulty GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GPU = {
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
-    """Of this machine, on which tests run: as good as healthy."""
+    """Return the facts of this machine, as if it were healthy."""
     found = host_facts.gather(["localhost"])
     disk = {"free": 10**12, "inodes": 1000, "failed": "", "locks": True}
     plenty = {"free_memory": 2**40, "cores": 64, "shm": {"total": 2**34, "free": 2**34}}
@@ -107,7 +107,7 @@ def test_file_system_without_locks_is_detected(
     monkeypatch.setattr(fcntl, "flock", refuse)
     found = host_facts.directory(str(tmp_path / "new" / "runs"))
     assert not found["locks"] and not found["failed"]
-    assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
+    assert list(tmp_path.iterdir()) == []  # no files remain
 
 
 def test_host_that_falls_silent_is_reported() -> None:

@@ -25,10 +25,10 @@ from hvdtrain.launch.hostfile import parse_hosts
 
 
 class Agent(HostSession):
-    """A host that answers as told.
+    """A host with configured answers.
 
     Args:
-        answers: question -> what it says, or is called with the question's arguments.
+        answers: question -> answer, or a function of the question's arguments.
     """
 
     def __init__(self, name: str, answers: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ class Agent(HostSession):
 
 @pytest.fixture
 def nobody() -> Iterator[Path]:
-    """This process may not search the directory."""
+    """Deny this process access to the directory."""
     with tempfile.TemporaryDirectory() as name:
         own = os.geteuid()
         os.chmod(name, 0)
@@ -65,12 +65,12 @@ def test_unsearchable_parent_directory_is_reported(nobody: Path) -> None:
 def test_directory_that_cannot_be_created_does_not_abort_the_doctor(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     root = str(tmp_path / "file" / "runs")
-    assert host_facts.directory(root)["failed"] == "Not a directory"  # that is the finding
+    assert host_facts.directory(root)["failed"] == "Not a directory"  # which is the finding
     assert hosts.check_locks([Agent("node1", {})], root) == []
 
 
 def test_directory_that_cannot_be_removed_does_not_abort_the_doctor(tmp_path: Path) -> None:
-    def hold(path: str) -> bool:  # NFS keeps a file that is open under another name
+    def hold(path: str) -> bool:  # NFS keeps an open file under another name
         (Path(path).parent / ".nfs0001").touch()
         return True
 
@@ -78,7 +78,7 @@ def test_directory_that_cannot_be_removed_does_not_abort_the_doctor(tmp_path: Pa
     (finding,) = hosts.check_locks([first, second], str(tmp_path / "new" / "runs"))
     assert (finding.check, finding.where) == ("locks", "node2")
     found = hosts.check_locks([Agent("node1", {"hold": True}), second], str(tmp_path / "a/b"))
-    assert len(found) == 1 and not (tmp_path / "a").exists()  # what it made itself
+    assert len(found) == 1 and not (tmp_path / "a").exists()  # only what it created
 
 
 def _facts(number: int, **more: Any) -> Facts:
@@ -122,9 +122,9 @@ def _examined(
 
 def test_only_hosts_with_nccl_ranks_are_tested_on_nccl_interfaces() -> None:
     agents = [
-        _agent("head", _reach_no_infiniband),  # launches only
+        _agent("head", _reach_no_infiniband),  # only launches
         _agent("node1"),
-        _agent("plain", _reach_no_infiniband),  # has no GPU
+        _agent("plain", _reach_no_infiniband),  # without a GPU
         _agent("node2"),
     ]
     facts = {"head": _facts(1, gpus=[{}]), "plain": _facts(2)}
@@ -151,9 +151,9 @@ def test_host_silent_in_the_nccl_check_does_not_abort_the_doctor() -> None:
     ("value", "wrong"),
     [
         ("^lo,docker0", False),
-        ("^eth", True),  # nothing remains
+        ("^eth", True),  # no files remain
         ("^=eth", False),
-        ("eth", False),  # what the name begins with
+        ("eth", False),  # prefix of the name
         ("=eth", True),
         ("=eth0,ib0", False),
         ("10.0.0.0/8", False),
@@ -181,7 +181,7 @@ def test_above_64_hosts_each_is_measured_with_16_others() -> None:
     ]
     ends = {(link["from"], link["to"]) for link in found.measured["links"]}
     assert all(len({b for a, b in ends if a == name}) == 16 for name in facts)
-    reached = {"node0"}  # a fault of any part of the network is on some measured way
+    reached = {"node0"}  # a fault in any part of the network affects some measured link
     while more := {b for a, b in ends if a in reached} - reached:
         reached |= more
     assert reached == set(facts)
@@ -233,9 +233,9 @@ def test_measurement_of_a_distant_host_is_bounded_in_time(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
-    """Name -> how many files could be open as the session began; (name, "closed"): it was closed.
+    """Return name -> limit on open files when the session began; (name, "closed"): it was closed.
 
-    This process may not open as many as it could be allowed to.
+    This process has a lower limit than the hard limit.
     """
     states: dict[Any, Any] = {}
 
@@ -263,7 +263,7 @@ def test_too_many_hosts_is_a_user_error_that_closes_all_sessions(
     with pytest.raises(UserError, match="only 3 of 4 hosts can be queried at once: Too many open"):
         examine(Request(parse_hosts("localhost:1,203.0.113.1:1,203.0.113.2:1,203.0.113.3:1")))
     names = ("localhost", "203.0.113.1", "203.0.113.2")
-    # This host's agent tells the limit that ranks here would have.
+    # This host's agent reports the limit that ranks here would have.
     assert [opened[name] for name in names] == [soft, hard, hard]
     assert all((name, "closed") in opened for name in names)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)

@@ -24,7 +24,7 @@ def _flags(root: Path, task: str, *flags: str) -> list[str]:
 
 
 def _check(finding: Diagnosis, check: str, says: str, mend: str) -> None:
-    """Also that the line it names shows it."""
+    """Check the cause, and that the reported line shows it."""
     assert finding.check == check and says in finding.what and mend in finding.fix, finding
     path, _, rest = finding.where.partition(":")
     if number := re.match(r"\d+", rest):
@@ -65,13 +65,13 @@ def test_run_killed_from_outside_is_explained(
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    """A long run that never was: 2 hosts, a slow rank in its second quarter."""
+    """A long simulated run: 2 hosts, a slow rank in its second quarter."""
     LongRun(tmp_path / "run", 200, 24, ())
     return tmp_path / "run"
 
 
 def _ended(directory: Path, code: int | None) -> None:
-    """Ends the run otherwise; None: it has no end."""
+    """Replace the end of the run; None: it has no end."""
     path = directory / "events.jsonl"
     lines = path.read_text().splitlines()[:-1]
     if code is not None:
@@ -80,7 +80,7 @@ def _ended(directory: Path, code: int | None) -> None:
 
 
 def _log(directory: Path, rank: int, *errors: str) -> None:
-    """As a rank logs its end."""
+    """Log an error as a rank does at its end."""
     log.close()
     log.to_file(directory / "logs", rank, f"node{rank}")
     for error in errors:
@@ -89,7 +89,7 @@ def _log(directory: Path, rank: int, *errors: str) -> None:
 
 
 LOST = "HorovodInternalError: Connection closed by peer"
-# What ranks have logged, and what to change.
+# Log lines, and the expected fixes.
 MESSAGES = {
     "gpu memory": (
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",

@@ -49,7 +49,7 @@ def test_evaluations_since_the_lowest_loss_are_counted() -> None:
 def test_step_that_is_evaluated_again_counts_once() -> None:
     seen = _history(3, 1, 2, 2.5)
     unseen = _history(3, 1, 2)
-    # After a failure the ranks evaluate together, with a sum in another order.
+    # After a failure the ranks evaluate together, and sum in another order.
     assert with_evaluation(seen, 4, 2.6) == with_evaluation(unseen, 4, 2.6)
     seen, unseen = _history(3, 1, 0.9), _history(3, 1)
     assert with_evaluation(seen, 3, 1.1) == with_evaluation(unseen, 3, 1.1)
@@ -101,7 +101,7 @@ def test_early_stopping_works_on_two_ranks_and_after_a_resume(
     assert two.returncode == 0, two
     assert metrics(tmp_path / "two")[-1]["step"] == last
 
-    # Interrupted between the lowest loss and the stop: what was counted is in the checkpoint.
+    # Interrupted between the lowest loss and the stop: the count is in the checkpoint.
     half = _run(tmp_path, "half", "--train.steps", str(lowest + 5), "--schedule.name", "constant")
     assert half.returncode == 0, half
     again = _run(tmp_path, "half", "--schedule.name", "constant")

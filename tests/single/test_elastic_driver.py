@@ -74,7 +74,7 @@ class Job:
     """A driver whose processes are functions: `exits[number] = code` ends one.
 
     Attributes:
-        unkillable: numbers of those that nothing ends for now.
+        unkillable: numbers of processes that cannot be ended for now.
     """
 
     def __init__(self, hosts: dict[str, int], np: int, min_np: int = 1) -> None:
@@ -101,11 +101,11 @@ class Job:
         return self.exits[number], time.time()
 
     def join(self, *numbers: int, **status: object) -> dict[int, dict[str, Any]]:
-        """All of them ask for their ranks at once; what each got, {} where nothing.
+        """Let all processes request their ranks at once; return their answers, {} for none.
 
         Args:
-            status: as failures.ProcessStatus; what is left out is that of a healthy rank, and of
-                a process that has not been in a round yet nothing is `trained`.
+            status: as failures.ProcessStatus; omitted values are those of a healthy rank, and a
+                process that has not been in a generation yet is not `trained`.
         """
         got: dict[int, dict[str, Any]] = {}
 
@@ -130,7 +130,7 @@ class Job:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
-    """Makes jobs whose hosts are asked for more often than a real job's."""
+    """Make jobs whose hosts are discovered more often than a real job's."""
     monkeypatch.setattr(driver_module, "_DISCOVERY_SECONDS", (0.2, 0.5))
     return Job
 
@@ -184,7 +184,7 @@ def test_incomplete_replica_is_a_spare_and_complete_ones_continue(
     assert "spare until 2 can form a replica of the model: process 0 on a" in (
         capsys.readouterr().err
     )
-    # The spare waits for the one that is started in its place, and so do not the others.
+    # The spare waits for the process that is started in its place; the others do not wait.
     _until(lambda: len(running.driver._state.processes) == 5)
     assert join({0: 0}) == {0: {"rank": -1, "spare": True}} and running.news()["hosts"] is False
     assert join({4: None}) == {4: {}}
@@ -222,7 +222,7 @@ def test_replacing_a_process_does_not_count_as_a_failure_of_its_slot(
     running.driver.replace(1, "it had part 0 of the model")
     running.exits[0] = 137
     _until(lambda: running.driver._state.processes[0].state == "gone")
-    running.exits[1] = 0  # the last process that is left
+    running.exits[1] = 0  # the last remaining process
     _until(lambda: len(running.driver._state.processes) == 3)
     assert running.driver._state.processes[2].slot == 1, "its slot was used after a pause"
     assert running.ranks(2) == [None]
@@ -245,7 +245,7 @@ def test_survivors_continue_while_a_replacement_starts(job: Callable[..., Job]) 
     running.exits[1] = 137
     assert {n: r["rank"] for n, r in running.join(0, 2).items()} == {0: 0, 2: 1}
     assert running.news() == {"stop": False, "hosts": False}
-    # Its slot is used again; the survivors hear of the new process when that is ready.
+    # Its slot is used again; survivors are notified of the new process when it is ready.
     _until(lambda: len(running.driver._state.processes) == 4)
     assert running.ranks(3) == [None]
     _until(lambda: running.news()["hosts"])
@@ -305,15 +305,15 @@ def test_host_with_a_notice_leaves_and_is_not_reused_until_replaced(
     running = job({"a": 1, "b": 2}, np=3)
     running.join(0, 1, 2)
     running.driver.leave(1, "notice")
-    running.driver.leave(2, "notice")  # the other rank there has seen it too
+    running.driver.leave(2, "notice")  # the other rank there has detected it too
     assert running.news() == {"stop": False, "hosts": True}
     assert running.ranks(0, 1, 2) == [0, -1, -1]
     running.exits |= {1: 0, 2: 0}
-    time.sleep(1.5)  # discovery finds it all the while, and its slots have had their pause
+    time.sleep(1.5)  # discovery finds it all the time, and its slots' delay has elapsed
     assert [p.number for p in running.driver._state.alive()] == [0]
     del running.hosts["b"]
     time.sleep(1.0)
-    running.hosts["b"] = 1  # another machine of this name
+    running.hosts["b"] = 1  # another machine with this name
     _until(lambda: [p.number for p in running.driver._state.alive()] == [0, 3])
 
 
@@ -516,7 +516,7 @@ def test_signals_and_exit_codes_are_described_distinctly() -> None:
     assert describe(1) == "exit code 1"
 
 
-SECOND = 0.05  # of the tests below
+SECOND = 0.05  # for the tests below
 
 
 @pytest.fixture
@@ -526,7 +526,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _judged(seconds: float, reachable: bool = True, **seen: object) -> str | None:
-    """What a watchdog says of a rank that looks like this for so long."""
+    """Return a watchdog's verdict on a rank that looks like this for some time."""
     detector = watchdog.HangDetector(SECOND, lambda: reachable)
     so = {
         "beats": 1,

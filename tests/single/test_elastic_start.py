@@ -18,7 +18,7 @@ def _run_script(directory: Path, env: dict[str, str]) -> Finished:
     script = directory / "script.sh"
     script.write_text(f"exec {shlex.join([*TRAIN, *keys])}\n")
     (directory / "hosts").write_text("localhost:2\n")
-    # Horovod's own driver waits for a second host where no interface is given.
+    # Horovod's own driver waits for a second host if no interface is given.
     launcher = shlex.split(
         "horovodrun --gloo -np 2 --min-np 2 --max-np 2 --network-interfaces lo"
         f" --host-discovery-script 'cat {directory}/hosts'"

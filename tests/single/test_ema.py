@@ -94,7 +94,7 @@ FLAGS += ["--optim.ema_decay", "0.8"]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that trained with averages, "whole"."""
+    """Directory of a run that trained with averages, "whole"."""
     root = tmp_path_factory.mktemp("runs")
     train(root, "whole", FLAGS)
     return root
@@ -139,7 +139,7 @@ def test_exported_averages_match_the_evaluated_ones(
     assert all(torch.equal(found[name], tensor) for name, tensor in _ema(root / "whole").items())
     hugging = ["ckpt", "export", str(root / "whole"), "--ema", "--format", "huggingface"]
     assert cli.main([*hugging, "--out", str(root / "theirs")]) == 0
-    # Evaluated again, by a run that does not move from them.
+    # Evaluated again, by a run that does not change them.
     still = ["--train.steps", "1", "--eval.every", "1", "--optim.lr", "1e-12"]
     directory = train(root, "still", [*still, "--run.init_from", str(out)])
     expected = metrics(root / "whole")[-1]["ema_validation_loss"]

@@ -45,10 +45,10 @@ def test_process_without_launcher_is_rank_0_alone() -> None:
 
 
 def test_batch_script_variables_are_not_taken_for_a_launcher() -> None:
-    # sbatch gives them to its script, which is one process whatever the job's size.
+    # sbatch sets them for its script, which is one process whatever the job's size.
     script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_NPROCS": "16"}
     assert (launched_rank(script), launched_size(script)) == (0, None)
-    # mpirun inside a job of Slurm: every rank of it inherits the script's SLURM_PROCID.
+    # mpirun inside a Slurm job: every rank inherits the script's SLURM_PROCID.
     assert launched_rank({**script, **LAUNCHERS["mpirun"]}) == 3
 
 

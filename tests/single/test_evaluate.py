@@ -33,7 +33,7 @@ def test_evaluation_does_not_change_training(tmp_path: Path, task: str) -> None:
 
 
 def test_validation_with_random_draws_is_independent_of_ranks(tmp_path: Path) -> None:
-    # At the first step: training has not drawn apart by a bit yet.
+    # At the first step, because training is still bitwise identical there.
     found = [
         metrics(_train(tmp_path, "Drawing", name, every=1, launcher=launcher))[0]
         for name, launcher in (("one", ""), ("three", "mpirun:3"))
@@ -43,7 +43,7 @@ def test_validation_with_random_draws_is_independent_of_ranks(tmp_path: Path) ->
 
 
 class _Counted(nn.Linear):
-    """Overrides `train`, as layers do that merge weights for evaluation."""
+    """A module that overrides `train`, like layers that merge weights for evaluation."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)

@@ -1,4 +1,4 @@
-"""The exact exchange: one model, bitwise identical on any ranks and any launcher."""
+"""The exact exchange: one bitwise identical model on any ranks and with any launcher."""
 
 from __future__ import annotations
 
@@ -116,11 +116,11 @@ def test_invalid_configuration_is_a_one_line_error(tmp_path: Path, case: str) ->
     assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done
 
 
-# The arithmetic, without a run.
+# Arithmetic, without a run.
 
 
 def _gradients(order: list[int], scale: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-    """(exact, plain) gradients of 6 micro-batches that come in this order."""
+    """Return (exact, plain) gradients of 6 micro-batches that arrive in this order."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
     data = torch.randn(6, 3, 5, generator=torch.Generator().manual_seed(1))

@@ -121,7 +121,7 @@ def test_exporter_lingers_for_a_last_scrape_up_to_its_limit(port: int) -> None:
     begin = time.monotonic()
     exporter.linger(0.5, lambda: False)
     assert 0.4 < time.monotonic() - begin < 5
-    exporter.linger(30, lambda: True)  # told to stop
+    exporter.linger(30, lambda: True)  # asked to stop
     assert time.monotonic() - begin < 5
     exporter.close()
 

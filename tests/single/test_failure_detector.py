@@ -1,4 +1,4 @@
-"""The failure detector's bound on silence: the arithmetic, without a clock."""
+"""The failure detector's bound on silence, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DELAYS = st.lists(st.floats(0.01, 1.2), min_size=8, max_size=600)
 
 
 def _after(delays: list[float]) -> tuple[HeartbeatArrivals, float]:
-    """A process whose beats came after these delays, and the time of the last one."""
+    """Return a process whose heartbeats had these delays, and the time of the last one."""
     now = 100.0
     arrivals = HeartbeatArrivals(now)
     for delay in delays:
@@ -75,18 +75,18 @@ def test_time_without_listening_does_not_count_as_silence() -> None:
 
 
 class Network:
-    """Ranks that beat with some jitter to a detector, over links that can fail.
+    """Ranks that send heartbeats with jitter to a detector, over links that can fail.
 
     Args:
         hosts: the host of each rank.
-        late: seconds by which beats are late, one after the other.
+        late: delays of heartbeats in seconds, one after the other.
     """
 
     def __init__(self, hosts: list[str], late: list[float]) -> None:
         self.detector = FailureDetector(MOST)
         self.detector.begin(range(len(hosts)), MOST)
         self.now = 1000.0
-        self.silent: dict[int, float] = {}  # rank -> when it was given up
+        self.silent: dict[int, float] = {}  # rank -> time at which it was declared lost
         self.deaf = self.unheard = 0
         self._hosts = hosts
         self._due = [self.now + late[rank % len(late)] for rank in range(len(hosts))]
@@ -94,7 +94,7 @@ class Network:
         self._beats = 0
 
     def run(self, seconds: float, cut: frozenset[str] = frozenset()) -> None:
-        """Lets time pass; beats of the hosts in `cut` are lost."""
+        """Let time pass; heartbeats of the hosts in `cut` are lost."""
         end = self.now + seconds
         while self.now < end:
             for rank, host in enumerate(self._hosts):
@@ -187,7 +187,7 @@ def test_newcomer_does_not_count_as_a_witness() -> None:
 
 
 def test_common_silence_needs_no_per_rank_statistics() -> None:
-    """With a thousand ranks they would take longer than the time between two looks."""
+    """With a thousand ranks they would take longer than the interval between two checks."""
     detector = FailureDetector(30.0)
     detector.begin(range(3), 30.0)
     for beat in range(20):

@@ -37,7 +37,7 @@ def _steps(state: RunState) -> int:
 
 
 def _save(root: Path, captured: Sequence[Checkpoint]) -> Path:
-    """Rank 0 and the others of those that are given, each in a thread of its own."""
+    """Save with rank 0 and the other given ranks, each in a separate thread."""
     others = [threading.Thread(target=FilesOfRank(root).save, args=[c]) for c in captured[1:]]
     for thread in others:
         thread.start()
@@ -49,7 +49,7 @@ def _save(root: Path, captured: Sequence[Checkpoint]) -> Path:
 
 
 def _captured(ranks: int) -> list[Checkpoint]:
-    """Rank r has done 10**r steps."""
+    """Return the state of ranks of which rank r has done 10**r steps."""
     return [
         _state(10**rank).capture(Group(rank, ranks), ".step_00000004.here.1.0.tmp")
         for rank in range(ranks)

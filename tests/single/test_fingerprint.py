@@ -62,7 +62,7 @@ def test_fingerprint_of_large_files_reads_little(
     paths = [tmp_path / f"{n}.jsonl" for n in range(3)]
     for path in paths:
         with open(path, "wb") as file:
-            file.truncate(1 << 40)  # a terabyte, all of it zeros
+            file.truncate(1 << 40)  # a terabyte of zeros
     read = []
     monkeypatch.setattr(os, "pread", lambda *args, real=os.pread: read.append(args) or real(*args))
     before = of_files(paths, [1, 1, 1])
@@ -74,7 +74,7 @@ def test_fingerprint_of_large_files_reads_little(
         after = of_files(paths, [1, 1, 1])
         assert after != before and after.former == before.former
         before = after
-    monkeypatch.setattr(files, "_BLOCKS", 2)  # of more files than blocks the ends
+    monkeypatch.setattr(files, "_BLOCKS", 2)  # with more files than blocks, the ends of files
     assert of_files(paths, [1, 1, 1]) != of_files(paths[:2], [1, 1])
 
 
@@ -87,13 +87,13 @@ def _state(value: str) -> RunState:
 def test_checkpoint_with_the_former_fingerprint_resumes(tmp_path: Path) -> None:
     now = _lines(tmp_path / "here")
     assert isinstance(now, Fingerprint)
-    # As versions computed it that looked at names and numbers of lines.
+    # As computed by versions that read only names and numbers of lines.
     former = hashlib.sha256(b"chats.jsonl\x00100\n").hexdigest()[:16]
     assert now.former == former
     old: Checkpoint = _state(former).capture()
     _state(now).load(old)
     other = _lines(tmp_path / "here", "b")
-    _state(other).load(old)  # such a checkpoint does not say more
+    _state(other).load(old)  # such a checkpoint stores nothing more
     with pytest.raises(UserError, match=NAME):
         _state(other).load(_state(now).capture())
 

@@ -20,7 +20,7 @@ SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 192]
 
 @given(
     slope=st.floats(1e-4, 2.0), at_least=st.floats(0.0, 1.2), bend=st.floats(0.0, 1e-3)
-)  # more than a line: workspaces that grow with the size
+)  # more than linear: workspaces grow with the size
 def test_largest_micro_batch_that_fits_is_found(slope: float, at_least: float, bend: float) -> None:
     tried: list[int] = []
 
@@ -33,7 +33,7 @@ def test_largest_micro_batch_that_fits_is_found(slope: float, at_least: float, b
     found = largest_that_fits(SIZES, at_least, share)
     assert found == (fitting[-1] if fitting else None)
     assert len(tried) == len(set(tried))
-    # A process that takes more than there is would be killed: nothing is tried from afar.
+    # A process that exceeds the memory would be killed, so sizes are tried upwards.
     for before, after in itertools.pairwise(tried):
         assert after <= 4 * before
 
@@ -56,7 +56,7 @@ def test_fitting_keeps_the_curve_and_ranks_agree_on_the_size(tmp_path: Path, lau
     fit = ["--batch.micro_size", "1", "--memory.fit", "true"]
     found = run(tmp_path / "o", [*common, "--run.id", "fit", *fit], launcher)
     assert found.returncode == 0, found
-    size = 6 if launcher else 12  # there is memory for all: each rank has one micro-batch
+    size = 6 if launcher else 12  # there is memory for all sizes: each rank has one micro-batch
     assert found.stderr.count(f"memory.fit: batch.micro_size {size}\n") == 1, found
     sized = ["--run.id", "sized", "--batch.micro_size", str(size)]
     assert run(tmp_path / "o", [*common, *sized], launcher).returncode == 0

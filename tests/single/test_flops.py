@@ -31,7 +31,7 @@ def test_flops_count_matrix_products_without_changing_the_model() -> None:
     model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = count(task, model, task.datasets().train, samples=4)
-    # Forward; backward for the weights; backward for what comes before.
+    # Forward; backward for the weights; backward for earlier layers.
     assert found == 3 * 2 * 4 * FEATURES
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None and not p.is_meta for p in model.parameters())
@@ -80,7 +80,7 @@ def test_flops_of_language_model_variants_match_the_formula(flags: list[str]) ->
     assert found is not None
     tokens, context, width, layers = 2 * 128, 128, 128, 4
     matrices = 6 * tokens * sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    # Each of scores and sums once forward, twice backward; fused kernels compute scores again.
+    # Scores and sums each count once forward, twice backward; fused kernels recompute scores.
     product = layers * 2 * tokens * context * width
     assert found - matrices in (6 * product, 7 * product)
 
@@ -134,6 +134,6 @@ def test_metrics_include_mfu(tmp_path: Path) -> None:
     done = run(tmp_path / "output", flags.split())
     assert done.returncode == 0, done
     for line in metrics(tmp_path / "mfu"):
-        # 32 samples; the gradient of the data is not asked for.
+        # 32 samples; the gradient of the data is not computed.
         expected = 2 * 2 * 32 * FEATURES / (line["step_seconds"] * 1e6)
         assert line["mfu"] == pytest.approx(expected, rel=1e-6)

@@ -23,7 +23,7 @@ FLAGS = (
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """The run, in a directory of runs of its own."""
+    """The run, in a separate directory of runs."""
     directory = tmp_path / "runs/format-1"
     shutil.copytree(OLD, directory)
     return directory

@@ -31,7 +31,7 @@ BOTH = {
 
 
 def test_two_sharded_ranks_match_one_rank_and_hold_half_each() -> None:
-    """Two micro-batches a rank: gradients are sums over ranks and over backward passes."""
+    """Two micro-batches per rank: gradients are sums over ranks and over backward passes."""
     for rank in on_torch_ranks(2, compared, {"shard": 2}, SHARDED, timeout=240):
         rough = rank.pop("sums of 16 bits")
         assert 1e-5 < rough.gradient < 0.1, "the policy was not used"

@@ -45,7 +45,7 @@ def _written(capsys: pytest.CaptureFixture[str], directory: Path, *flags: object
 
 
 def _likeliest(directory: Path, step: int) -> str:
-    """What the model of a checkpoint writes when it never draws."""
+    """Return the text of a checkpoint's model without random draws."""
     config = GPTConfig(layers=1, heads=2, width=32, context=32, vocab_size=256)
     model = GPT(config).eval()
     model.load_state_dict(read(directory / f"checkpoints/step_{step:08}").parts["model"])

@@ -41,7 +41,7 @@ def test_preset_parameter_count_matches_published_model(
     with torch.device("meta"):
         model = GPT(config)
     count = sum(p.numel() for p in model.parameters())
-    # Each row that is added has `width` parameters.
+    # Each additional row has `width` parameters.
     assert count - (config.vocab_size - rows) * config.width == parameters
 
 
@@ -146,7 +146,7 @@ def test_model_uses_given_attention_function() -> None:
     model = GPT(SMALL, attend=lambda q, k, v, dropout, documents: torch.zeros_like(q))
     tokens = torch.randint(256, (1, 8))
     alone = model(tokens[:, -1:])
-    torch.testing.assert_close(model(tokens)[:, -1:], alone)  # nothing of the tokens before
+    torch.testing.assert_close(model(tokens)[:, -1:], alone)  # nothing of earlier tokens
 
 
 def test_grouped_query_attention_matches_repeated_kv_heads() -> None:

@@ -12,7 +12,7 @@ HANG_SECONDS = 60
 
 
 def _hung_after(seconds: int, work: Callable[[int], int]) -> int | None:
-    """Second in which a rank is taken for hung, at four looks a second.
+    """Return the second in which a rank counts as hung, with four checks per second.
 
     Args:
         work: ticks that the rank has used by the end of a second.

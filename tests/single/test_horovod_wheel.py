@@ -20,7 +20,7 @@ from hvdtrain.horovod_wheel.diagnose import diagnose
 from hvdtrain.horovod_wheel.process import BuildError, TimedOutError, run_logged
 from hvdtrain.launch.commands import horovodrun
 
-# Cut from logs of real builds with the thing in question taken away.
+# Excerpts from logs of real builds without the program or package in question.
 LOGS = Path(__file__).with_name("build_logs")
 CAUSES = {
     "no-cmake": ("Failed to install temporary CMake", "apt-get install cmake"),
@@ -92,7 +92,7 @@ def test_wheel_versions_are_distinct_and_pep440_normalized() -> None:
     ]
     assert len({one.version for one in made}) == len(made)
     for one in made:
-        assert str(Version(one.version)) == one.version  # pip rewrites what is not normal
+        assert str(Version(one.version)) == one.version  # pip normalizes other forms
     assert re.fullmatch(
         r"0\.28\.1\+torch2\.13\.0\.cpu\.openmpi4\.1\.4\.gloo\.mpi\.p[0-9a-f]{8}", made[0].version
     )
@@ -148,7 +148,7 @@ def test_cpu_build_ignores_incomplete_cuda_toolkit(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "cuda"
-    _nvcc(home / "bin")  # compiles nothing, and there are neither headers nor libraries
+    _nvcc(home / "bin")  # compiles nothing, and has neither headers nor libraries
     monkeypatch.setenv("CUDA_HOME", str(home))
     monkeypatch.setenv("PATH", f"{home / 'bin'}:{os.environ['PATH']}")
     compiled = _configure(source, tmp_path, "20")
@@ -215,7 +215,7 @@ def test_all_missing_prerequisites_are_reported_together(
 
 
 def _nvcc(directory: Path, says: str = "", release: str = "13.0", code: int = 0) -> None:
-    """A stand-in that tells its release, and ends with `code` if it shall compile."""
+    """Write a stand-in that prints its release, and exits with `code` when it should compile."""
     directory.mkdir(parents=True)
     version = f'[ "$1" = --version ] && echo "release {release}, V{release}.88" && exit 0'
     (directory / "nvcc").write_text(f"#!/bin/sh\n{version}\necho '{says}' >&2\nexit {code}\n")
@@ -224,7 +224,7 @@ def _nvcc(directory: Path, says: str = "", release: str = "13.0", code: int = 0)
 
 @pytest.fixture
 def no_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch for CUDA 13.0 on a machine without CUDA."""
+    """Simulate a torch for CUDA 13.0 on a machine without CUDA."""
     monkeypatch.delenv("HOROVOD_CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -293,7 +293,7 @@ def test_cuda_compiler_is_installed_with_pip_if_host_has_none(
     monkeypatch.setattr(cuda, "run_logged", run_pip)
     made = cuda.environment(toolkit, tmp_path)
     assert made["CUDA_HOME"] == made["HOROVOD_CUDA_HOME"] == str(home)
-    # Linkers look for these names, which the packages lack.
+    # Linkers need these names, which the packages lack.
     assert (home / "lib64/libcudart.so").resolve() == home / "lib/libcudart.so.13"
     assert "CUDA's compiler: cuda-toolkit[nvcc]==13.0.3 (pip)" in capsys.readouterr().err
 
@@ -332,7 +332,7 @@ def test_torch_nccl_is_used_unless_nccl_home_is_set(
     toolkit = cuda.Toolkit("13.0", tmp_path / "cuda")
     made = cuda.environment(toolkit, scratch)
     assert made["HOROVOD_NCCL_INCLUDE"] == str(wheel / "include")
-    # The wheel has no libnccl.so, by which a linker finds a library.
+    # The wheel lacks libnccl.so, by which a linker finds the library.
     assert Path(made["HOROVOD_NCCL_LIB"], "libnccl.so").resolve() == wheel / "lib/libnccl.so.2"
     assert made["HOROVOD_NCCL_LINK"] == "SHARED"
     monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
@@ -397,7 +397,7 @@ def test_terminated_build_kills_its_compilers(tmp_path: Path) -> None:
 
 
 def _wait_for_end(pid: int) -> None:
-    """Of a process that has had its signal."""
+    """Wait for the end of a process that received its signal."""
     deadline = time.monotonic() + 5.0
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, f"process {pid} is still there"

@@ -26,7 +26,7 @@ COMMON = (
     f" --optim.lr {LR} --schedule.name constant --schedule.warmup_steps 0"
     " --checkpoint.every 4 --eval.every 4 --telemetry.port 0"
 )
-# Prompts and texts of several lengths: padding, and other numbers of tokens in each micro-batch.
+# Prompts and texts of different lengths: padding, and different token counts per micro-batch.
 LEARNT = {
     "llama": f"--huggingface.context {CONTEXT} --data.train {CORPUS}",
     "gpt2": "--huggingface.learn answers --data.train {root}/answers.jsonl --lora.rank 4",
@@ -50,7 +50,7 @@ def _train(root: Path, layout: str, name: str, launcher: str = "", *more: str) -
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directories of models, and of each a run of one rank, alone-LAYOUT."""
+    """Directories of models, and for each a run of one rank, alone-LAYOUT."""
     root = tmp_path_factory.mktemp("huggingface")
     answers(root / "answers.jsonl")
     labeled(root / "labeled.jsonl")
@@ -68,7 +68,7 @@ def _assert_same_curve(directory: Path, alone: Path) -> None:
 
 
 def _plain(root: Path, windows: Any) -> list[float]:
-    """The losses of a loop of transformers' own, whose gradients are clipped as by default."""
+    """Return the losses of a transformers loop, with gradients clipped as by default."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(root / "llama", dtype=torch.float32)
@@ -87,7 +87,7 @@ def _plain(root: Path, windows: Any) -> list[float]:
         total = 0.0
         indices = sample_order(step * GLOBAL, (step + 1) * GLOBAL, len(windows), SEED)
         for micro_batch in indices.reshape(-1, MICRO):
-            # transformers shifts labels itself, so that the last token is one of these only.
+            # transformers shifts labels itself, so the last token is only a label.
             tokens = torch.stack([windows[i] for i in micro_batch])
             loss = model(input_ids=tokens, labels=tokens).loss / (GLOBAL // MICRO)
             loss.backward()
@@ -151,7 +151,7 @@ def _export(root: Path, name: str, *more: str) -> Path:
 
 
 def _trained(root: Path, name: str) -> Any:
-    """The model of the run's last checkpoint, in eval mode."""
+    """Return the model of the run's last checkpoint, in eval mode."""
     settings = parse(["--config", str(root / name / "config.yaml")])
     task, _ = build_data(settings)
     model = task.model()
@@ -225,7 +225,7 @@ def test_lora_trains_and_exports_only_adapters(root: Path) -> None:
 
 
 def _inner(name: str) -> str:
-    """Of a layer with an adapter around it."""
+    """Return the inner layer of a layer with an adapter."""
     module, _, last = name.rpartition(".")
     return f"{module}.base_layer.{last}"
 

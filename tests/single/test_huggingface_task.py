@@ -49,7 +49,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _task(directory: Path, learn: str = "text", data: Path = CORPUS, **keys: Any) -> HuggingFace:
-    """Its data sets are there already."""
+    """Return a task whose data is already loaded."""
     flags = {
         "task": "huggingface",
         "huggingface.model": directory,
@@ -236,7 +236,7 @@ def test_lengths_match_samples(root: Path, directory: str, learn: str) -> None:
     lines = root / {"answers": "answers.jsonl", "labels": "labeled.jsonl"}[learn]
     data = _data(_task(root / directory, learn, lines))
     samples = [data[index] for index in range(len(data))]
-    if learn == "answers":  # the last target stands where the last token is
+    if learn == "answers":  # the last target is at the position of the last token
         used = [int((targets >= 0).nonzero().max()) + 1 for _, targets in samples]
     else:
         used = [length for _, length, _ in samples]

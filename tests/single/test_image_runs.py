@@ -10,8 +10,8 @@ from tests.support.datasets import cut_off, draw
 from tests.support.job import Finished
 from tests.support.runs import losses, metrics, run
 
-# Random shifts, mixup, BatchNorm and 6 micro-batches a step.
-# Few steps: each multiplies the roundings of the sums by about five.
+# Random shifts, mixup, BatchNorm and 6 micro-batches per step. Few steps, because each multiplies
+# rounding differences of the sums by about five.
 CURVE = (
     "--task image --image.mixup 0.2 --image.label_smoothing 0.1 --batch.global_size 48"
     " --batch.micro_size 8 --train.steps 6 --eval.every 6 --telemetry.port 0"

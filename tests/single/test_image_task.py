@@ -18,7 +18,7 @@ from hvdtrain.tasks.image import Image, ImageConfig, ImageTaskConfig
 from tests.support.datasets import cut_off, draw
 
 
-# Of torchvision 0.28: parameters, and entries of state_dict().
+# torchvision 0.28: parameters, and entries of state_dict().
 @pytest.mark.parametrize(
     ("name", "parameters", "entries"),
     [("resnet18", 11_689_512, 122), ("resnet50", 25_557_032, 320)],
@@ -123,7 +123,7 @@ def test_image_directory_splits_are_complete_and_disjoint(tmp_path: Path) -> Non
     files = [[file for file, _ in part._samples] for part in (train, validation)]  # type: ignore[attr-defined]
     assert [len(part) for part in files] == [24, 6]
     assert len({*files[0], *files[1]}) == 30
-    # The first images of validation are not all of the first class.
+    # The first validation images have several classes.
     assert len({label for _, label in validation._samples[:4]}) > 1  # type: ignore[attr-defined]
     other = draw(tmp_path / "own", 2, classes=("red",))
     separate = class_directories(str(tmp_path / "all"), str(other), 0.2, 32)

@@ -28,19 +28,19 @@ FILES = pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
 
 
 def instructions(name: str) -> list[list[str]]:
-    """The words of each instruction, with lines joined and comments dropped."""
+    """Return the words of each instruction, with lines joined and without comments."""
     text = re.sub(r"^#.*\n", "", (DOCKER / name).read_text(), flags=re.MULTILINE)
     return [shlex.split(line) for line in text.replace("\\\n", "").splitlines() if line.strip()]
 
 
 def copied(name: str) -> list[str]:
-    """What an image takes from the repository."""
+    """Return the files that an image copies from the repository."""
     copies = [words[1:-1] for words in instructions(name) if words[0] == "COPY"]
     return [source for sources in copies if "--from=builder" not in sources for source in sources]
 
 
 def mounts(service: str) -> dict[str, str]:
-    """Path in the container -> path here, or a volume's name."""
+    """Return path in the container -> path here, or a volume's name."""
     split = [mount.split(":") for mount in SERVICES[service]["volumes"]]
     return {there: here for here, there, *_ in split}
 
@@ -74,7 +74,7 @@ def test_python_packages_in_images_are_pinned() -> None:
     needed = config["options"]["install_requires"] + config["options.extras_require"]["horovod"]
     for line in filter(None, needed.splitlines()):
         wanted = Requirement(line)
-        if wanted.name != "torch":  # pinned for all in .ci/constraints.txt
+        if wanted.name != "torch":  # pinned in .ci/constraints.txt
             version = str(pinned[wanted.name].specifier).removeprefix("==")
             assert wanted.specifier.contains(version), line
     assert set(MODULES.values()) - {"torch", "pip"} <= pinned.keys()
@@ -125,7 +125,7 @@ def test_services_run_with_least_privilege() -> None:
 def test_images_contain_no_ssh_keys(name: str) -> None:
     text = (DOCKER / name).read_text()
     assert "ssh-keygen" not in text
-    # Debian's package makes host keys when it is installed: the same for all who have the image.
+    # Debian's package creates host keys at installation: the same for all users of the image.
     assert "/etc/ssh/ssh_host_*" in text
     assert (DOCKER / "node/start").read_text().count("ssh-keygen") == 1
 
@@ -157,7 +157,7 @@ def test_mounted_paths_and_volumes_exist() -> None:
 def test_nodes_share_runs_and_ssh_keys_and_agree_on_ssh_port() -> None:
     for name in ("node1", "node2", "train"):
         assert mounts(name) == {"/home/hvdtrain/.ssh": "ssh", "/runs": "runs"}
-        assert SERVICES[name]["hostname"] == name  # the targets of a run name it
+        assert SERVICES[name]["hostname"] == name  # a run's targets name it
     assert "--run.root /runs" in SERVICES["train"]["command"]
     ports = [re.search(r"^ *Port (\d+)", text, re.MULTILINE) for text in ssh_configurations()]
     assert [port and port[1] for port in ports] == ["2222", "2222"]

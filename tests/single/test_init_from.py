@@ -75,7 +75,7 @@ def test_huggingface_export_round_trips_through_init_from(
     save_file(tensors, tmp_path / "model.safetensors")
     load_initial_weights(fresh, str(tmp_path), strict=True)
     _assert_weights(fresh, trained)
-    # As the first of each was saved: without the prefix, with what follows from the sizes.
+    # As the first versions were saved: without the prefix, with derived tensors.
     prefix, more = {
         "gpt2": ("transformer.", "h.0.attn.bias"),
         "llama": ("model.", "layers.0.self_attn.rotary_emb.inv_freq"),
@@ -122,7 +122,7 @@ def test_mismatched_weights_are_listed_and_skipped_if_not_strict(tmp_path: Path)
         load_initial_weights(fresh, str(path), strict=True)
     said = str(caught.value)
     assert "1 missing (norm.bias); 1 unexpected (extra); 34 of another shape (" in said, said
-    assert "embedding.weight [11, 32] instead of [11, 16]" not in said  # the 8 first by name
+    assert "embedding.weight [11, 32] instead of [11, 16]" not in said  # the first 8 by name
     assert "and 26 more" in said and "run.init_strict false" in said
     load_initial_weights(fresh, str(path), strict=False)
     now = _saved(fresh)

@@ -31,7 +31,7 @@ def _interleaved(model: nn.Module, count: int = PASSES) -> InterleavedBackward:
 
 
 def _gpt(checkpointed: str) -> tuple[GPT, Callable[[int], Tensor]]:
-    """The model, and the loss of a micro-batch."""
+    """Return the model, and the loss of a micro-batch."""
     torch.manual_seed(0)
     model = GPT(SHAPE)
     arrange_activations(MemoryConfig(checkpointed), object(), model, CPU)

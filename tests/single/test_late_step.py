@@ -99,7 +99,7 @@ class _Rank:
             self.loop._one_step()
 
     def content(self) -> dict[str, Any]:
-        """All of the state, copied."""
+        """Return a copy of the whole state."""
         found: dict[str, Any] = {
             f"{part.name}/{key}": tensor.clone()
             for part in self.state.parts

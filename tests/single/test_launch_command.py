@@ -18,7 +18,7 @@ HERE = Path(sys.executable).parent
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[supervisor.SupervisedRun]:
-    """The plans of the launches that this test begins; nothing is started."""
+    """Plans of the launches that the test begins; nothing is started."""
     plans: list[supervisor.SupervisedRun] = []
 
     def run(self: supervisor.Supervisor) -> int:

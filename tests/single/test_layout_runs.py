@@ -16,7 +16,7 @@ from tests.support.runs import TINY, metrics, run, train
 pytestmark = pytest.mark.slow
 
 STEPS, EVERY = 8, 2
-LAG = 0.5  # seconds in each micro-batch: more than a busy machine takes for one
+LAG = 0.5  # seconds per micro-batch, longer than on a busy machine
 FLAGS = [
     *TINY,
     *("--model.layers", "2", "--batch.micro_size", "4"),
@@ -26,7 +26,7 @@ FLAGS = [
 
 
 def _run(root: Path, axes: dict[str, int], ranks: int, slow: int) -> tuple[Path, str]:
-    """A run of which a rank takes longer; (its directory, what it said)."""
+    """Run with one slow rank; return (its directory, its output)."""
     flags = [word for axis, size in axes.items() for word in (f"--parallel.{axis}", str(size))]
     where = ["--run.root", str(root), "--run.id", "run"]
     flags += ["--task", "tests.support.disturbed:SlowToCompute"]
@@ -43,7 +43,7 @@ def _named(directory: Path) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Two pipelines of two stages; the second stage of the second one, rank 3, is slow."""
+    """Two pipelines of two stages; rank 3, the second stage of the second one, is slow."""
     return _run(tmp_path_factory.mktemp("pipelines"), {"pipeline": 2}, ranks=4, slow=3)
 
 
@@ -74,7 +74,7 @@ def test_slow_rank_is_reported_instead_of_rank_waiting_for_it(axis: str, tmp_pat
     directory, said = _run(tmp_path, {axis: 2}, ranks=2, slow=1)
     assert _named(directory) == [(1, None, None, "compute")], said
     waited = _columns(directory)[f"{axis}_wait_seconds"]
-    assert waited[0] > waited[1] + 0.8 * EVERY * LAG  # one micro-batch a step, at least
+    assert waited[0] > waited[1] + 0.8 * EVERY * LAG  # at least one micro-batch per step
 
 
 def test_pipeline_wait_times_and_parameter_shards_are_recorded(
@@ -83,7 +83,7 @@ def test_pipeline_wait_times_and_parameter_shards_are_recorded(
     directory, _ = pipelines
     found = _columns(directory)
     wait, whole = found["pipeline_wait_seconds"], found["schedule_seconds"]
-    # Rank 2 waits for rank 3 most of the time; 0 and 1 wait for gradients, after their schedules.
+    # Rank 2 waits mostly for rank 3; 0 and 1 wait for gradients after their schedules.
     assert wait[2] > 0.5 * whole[2] and wait[3] < 0.5 * whole[3]
     assert read_lines(directory / "ranks.jsonl")[-1]["bubble_formula"] == 1 / 2
     parts = found["parameter_bytes"]
@@ -114,7 +114,7 @@ def test_report_shows_layout(
 
 
 def test_state_hash_is_independent_of_layout(tmp_path: Path) -> None:
-    """A pipeline has the bits of one rank, where nothing is tied and nothing clipped."""
+    """A pipeline is bitwise identical to one rank if nothing is tied or clipped."""
     flags = ["--model.tied_embeddings", "false", "--optim.clip_norm", "0", "--train.steps", "4"]
     flags += ["--model.layers", "2", "--train.replica_check_every", "2"]
     one = train(tmp_path, "one", flags)

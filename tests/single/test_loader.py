@@ -140,19 +140,20 @@ def test_validation_covers_each_sample_exactly_once(
 
 
 class _Noisy(_Numbers):
-    """Draws as augmentation does, from each of the generators."""
+    """A dataset that draws from all generators, like augmentation."""
 
     def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
         return torch.tensor([index, torch.rand(()), np.random.rand(), random.random()])
 
 
 class _Stream(IterableDataset[Tensor]):
-    """Draws too, has another order in each epoch, and gives more samples than it says."""
+    """An iterable dataset that also draws, has a different order in each epoch, and yields more
+    samples than its length."""
 
     epoch = -1
 
     def __len__(self) -> int:
-        return 13  # epochs begin within micro-batches
+        return 13  # epochs begin inside micro-batches
 
     def __iter__(self) -> Iterator[Tensor]:
         for index in torch.randperm(len(self) + 1).tolist():

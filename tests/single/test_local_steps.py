@@ -29,7 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_local_steps_match_dense_loss_and_send_fewer_bytes(root: Path) -> None:
     assert losses(root / "average")[-1] == pytest.approx(losses(root / "dense")[-1], rel=0.03)
-    # Parameters and AdamW's two moments, 13 times instead of 100 times gradients.
+    # Parameters and AdamW's two moments 13 times, instead of gradients 100 times.
     share = _bytes(root / "average") / _bytes(root / "dense")
     assert share == pytest.approx(3 * 13 / STEPS, rel=0.01)
     log = "".join(path.read_text() for path in (root / "average/logs").iterdir())
@@ -45,7 +45,7 @@ def test_evaluation_and_checkpoints_wait_for_synchronization(root: Path) -> None
     lines = metrics(root / "diloco")
     evaluated = [line["step"] for line in lines if "validation_loss" in line]
     assert evaluated == [24, 40, 64, 80, STEPS]
-    # train.replica_check_every is 100, and what is saved is compared.
+    # train.replica_check_every is 100, and saved states are compared.
     assert [line["step"] for line in lines if "state_hash" in line] == [SAVED, STEPS]
     saved = sorted(path.name for path in (root / "diloco/checkpoints").iterdir())
     assert saved == [f"step_{SAVED:08}", f"step_{STEPS:08}"]
@@ -68,7 +68,7 @@ def test_stop_between_synchronizations_saves_consistent_checkpoint(
 ) -> None:
     flags = [*TINY, *FLAGS, *DILOCO, "--task", "tests.support.tasks:Signalled"]
     flags += ["--run.root", str(root), "--run.id", "stopped", "--train.steps", "20"]
-    # In the first micro-batch of step 11, 2 a step.
+    # In the first micro-batch of step 11, with 2 per step.
     signal = {"HVDTRAIN_TEST_SIGNAL": "SIGUSR1:21"}
     done = run(root / "output", flags, "gloo:2", signal)
     assert done.returncode == 75, done

@@ -28,7 +28,7 @@ def test_scale_doubles_after_1000_consecutive_good_steps() -> None:
     scale = LossScale()
     values = _after([True] * 999 + [False] + [True] * 1000, scale)
     assert values == [FIRST] * 1999 + [2 * FIRST]
-    # It has grown: one more overflow is let pass.
+    # The scale has grown, so one more overflow is tolerated.
     assert _after([False, False], scale) == [2 * FIRST, FIRST]
 
 
@@ -59,7 +59,7 @@ def test_exchange_receives_unscaled_gradients(passes: int) -> None:
     scale = LossScale()
     scale.unscale_gradients(model.parameters())
     seen = []
-    # As an exchange takes gradients, before they are added up.
+    # As an exchange receives gradients, before they are added.
     nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
     for node in nodes:
         node.register_prehook(lambda gradients: seen.append(gradients[0].clone()))

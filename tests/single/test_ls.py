@@ -24,7 +24,7 @@ START = {"event": "start", "total_steps": 60, "world_size": 4}
 def _made(
     root: Path, name: str, events: list[dict[str, Any]], metrics: list[dict[str, Any]], age: float
 ) -> Path:
-    """A run whose newest line is so many seconds old."""
+    """Make a run whose newest line has this age in seconds."""
     directory = root / name
     directory.mkdir(parents=True)
     (directory / "config.yaml").touch()
@@ -103,7 +103,7 @@ def test_runs_are_sorted_by_column(
 ) -> None:
     names = [run["id"] for run in _json(capsys, str(root), "--sort", column)]
     if column == "loss":
-        names.remove("young")  # as unknown as the other
+        names.remove("young")  # unknown, like the other
         names = names[: names.index("crashed") + 1]
     assert (names[0], names[-1]) == (first, last)
 
@@ -129,7 +129,7 @@ def test_missing_directory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ls_reads_only_end_of_long_metrics_file(tmp_path: Path) -> None:
     directory = _made(tmp_path, "long", [START], [], 0)
     with open(directory / "metrics.jsonl", "r+b") as file:
-        file.seek(1 << 30)  # takes no room
+        file.seek(1 << 30)  # needs no space
         file.write(b"\n" + json.dumps(_line(9)).encode() + b"\n")
     tracemalloc.start()
     try:

@@ -76,7 +76,7 @@ def test_updates_below_bfloat16_resolution_accumulate() -> None:
     for _ in range(100):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    # 1 - 1e-4 is 1 in bfloat16, and so would be the hundredth.
+    # In bfloat16 1 - 1e-4 is 1, also after a hundred updates.
     assert parameter.item() == pytest.approx(0.99, rel=2**-8) and parameter.item() < 1
 
 

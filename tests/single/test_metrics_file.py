@@ -11,7 +11,7 @@ import pytest
 
 from hvdtrain.run_files.metrics_file import MetricsFile
 
-# What may follow the lines of steps 1 to 3 when the run resumes from step 3.
+# Possible content after the lines of steps 1 to 3 when the run resumes from step 3.
 ENDS = {
     "nothing": b"",
     "later steps": b'{"step": 4}\n{"step": 5}\n',
@@ -52,7 +52,7 @@ def test_new_run_starts_with_empty_file(tmp_path: Path) -> None:
     assert _goes_on(tmp_path / "metrics.jsonl", after=0) == [1]
 
 
-# A limit on the size of files stops a write in its middle, as a full disk does.
+# A limit on file sizes stops a write in the middle, like a full disk.
 _FULL_FOR_A_WHILE = """
 import resource, signal, sys
 from pathlib import Path

@@ -53,7 +53,7 @@ def test_persistent_nonfinite_loss_ends_run_despite_loss_scale(tmp_path: Path) -
     flags = "--precision.name fp16 --train.max_nonfinite 4 --train.steps 50"
     done = _run(tmp_path, "3-", *flags.split())
     assert done.returncode == 3, done
-    # The first two steps overflow anyway. One is let pass, 16 bring the scale from 65536 to 1.
+    # The first two steps always overflow. One is tolerated, 16 reduce the scale from 65536 to 1.
     message = done.stderr.strip().splitlines()[-1]
     assert "4 steps in a row, up to step 21" in message, done
     lines = metrics(tmp_path / "case")
@@ -66,7 +66,7 @@ def test_persistent_nonfinite_loss_ends_run_despite_loss_scale(tmp_path: Path) -
 
 
 def test_skipped_step_keeps_batchnorm_statistics_finite(tmp_path: Path) -> None:
-    # An epoch is 32 steps; one of them has the sample that is NaN.
+    # An epoch has 32 steps; one of them has the NaN sample.
     flags = "--task tests.support.unusual:Poisoned --train.steps 32 --eval.every 32"
     done = _run(tmp_path, "", *flags.split(), "--checkpoint.every", "32")
     assert done.returncode == 0, done

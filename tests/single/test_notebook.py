@@ -16,7 +16,7 @@ NOTEBOOK = REPOSITORY / "docs/notebook.ipynb"
 
 
 def _result(cell: Any) -> Any:
-    """The value that a cell ends with."""
+    """Return the value of a cell's last expression."""
     (output,) = [o for o in cell.outputs if o.output_type == "execute_result"]
     return ast.literal_eval(output.data["text/plain"].replace("np.float64", ""))
 
@@ -38,4 +38,4 @@ def test_docs_notebook_runs_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Mo
     assert _result(files) == ("start", "end", [60], 2)
     assert abs(_result(answer) - 4) < 0.5
     said = "".join(o.text for o in started.outputs if o.output_type == "stream")
-    assert "hvdtrain: step 60/60" in said  # what the run says is on the screen
+    assert "hvdtrain: step 60/60" in said  # the run's output is on the screen

@@ -36,7 +36,7 @@ def test_azure_reacts_only_to_preemption_of_this_machine() -> None:
     with metadata() as said:
         source = notices.parse_source("azure", said.address)
         assert not source()
-        said.events = [("Preempt", ["vm-8"]), ("Freeze", [MACHINE])]  # it goes on after a freeze
+        said.events = [("Preempt", ["vm-8"]), ("Freeze", [MACHINE])]  # it continues after a freeze
         assert not source()
         said.events.append(("Preempt", ["vm-1", MACHINE]))
         assert source()
@@ -58,7 +58,7 @@ def test_file_or_command_can_give_notice(tmp_path: Path, monkeypatch: pytest.Mon
     assert not file() and not command()
     path.touch()
     assert file() and command()
-    with pytest.raises(OSError, match="127"):  # no notice: it is not known
+    with pytest.raises(OSError, match="127"):  # no notice: unknown
         notices.parse_source("command:no-such-program")()
     monkeypatch.setattr(notices, "_COMMAND_SECONDS", 0.5)
     child = tmp_path / "child"
@@ -91,7 +91,7 @@ def test_watch_survives_hanging_server_and_logs_once(
         said.hangs = 1.0
         began = time.monotonic()
         notices.watch("aws", notices.parse_source("aws", said.address), on_notice)
-        assert time.monotonic() - began < 0.5  # nobody waits for it
+        assert time.monotonic() - began < 0.5  # no caller waits for it
         poll(lambda: len(said.asked) > 3, 20, "another question after those without an answer")
         said.hangs, said.notice = 0.0, True
         assert heard.wait(20)
@@ -105,7 +105,7 @@ def test_first_signal_after_notice_does_not_end_process(
 ) -> None:
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
-    monkeypatch.setattr(signals, "_PAIR_SECONDS", -1.0)  # of two, each counts
+    monkeypatch.setattr(signals, "_PAIR_SECONDS", -1.0)  # either of two counts
     stop = signals.StopFlag()
     stop.raise_before_signals()
     stop._handle(signal.SIGTERM, None)  # the host is shut down

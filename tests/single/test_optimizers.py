@@ -128,7 +128,7 @@ def test_only_frozen_parameters_stay_unchanged() -> None:
     after = _train(model, build_optimizer(OptimConfig(), model))
     frozen = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
     expected = {"embedding.weight", "blocks.0.attention.q.weight", "blocks.0.attention.q.bias"}
-    # A bias of the keys shifts all scores of a query alike: its gradient is 0 but for rounding.
+    # A bias of the keys shifts all scores of a query equally, so its gradient is only rounding.
     assert frozen - {"blocks.0.attention.k.bias"} == expected
 
 

@@ -23,7 +23,7 @@ def test_phases_partition_wall_time() -> None:
     time.sleep(0.03)
     with timer.inside("eval"):
         time.sleep(0.04)
-        timer.enter("forward")  # whoever enters inside does not leave the block
+        timer.enter("forward")  # entering another phase does not leave the block
         time.sleep(0.05)
     time.sleep(0.01)
     seconds = timer.seconds()
@@ -48,7 +48,7 @@ def test_error_inside_phase_restores_previous_phase() -> None:
 
 
 class DeviceEvent:
-    """In place of torch.cuda.Event, which needs a GPU: passed when `now` is there."""
+    """Replacement of torch.cuda.Event, which needs a GPU: passed when `now` reaches it."""
 
     now = 0.0  # the device's clock, in ms
 
@@ -69,7 +69,7 @@ def test_device_phase_times_are_read_without_blocking_host() -> None:
     timer = PhaseTimer(time.perf_counter())
     timer.use_events(lambda: DeviceEvent(times.popleft()))
     before = timer.seconds()
-    timer.enter("forward")  # the device gets there at 100 ms, and so on
+    timer.enter("forward")  # the device reaches it at 100 ms, and so on
     timer.enter("backward")
     assert timer.seconds() == before and timer.phase == "backward"
     DeviceEvent.now = 320.0  # it is still in backward

@@ -59,9 +59,9 @@ _SEEN: dict[int, list[dict[str, Compared]]] = {}
 
 @pytest.fixture
 def ranks(size: int, name: str) -> list[Compared]:
-    """Of one case, each rank; all cases of a size run in one world."""
+    """Return each rank's result of one case; all cases of a size run in one world."""
     if size not in _SEEN:
-        _SEEN[size] = []  # one failure is enough
+        _SEEN[size] = []  # report one failure
         _SEEN[size] = on_torch_ranks(size, compare, CASES[size], timeout=280)
     assert _SEEN[size], "this world has failed"
     return [rank[name] for rank in _SEEN[size]]

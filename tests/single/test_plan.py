@@ -124,7 +124,7 @@ def test_overlap_stays_between_ideal_and_sequential_time(
     whole = sum(t.seconds for t in transfers)
     assert backward * (1 - 1e-9) <= got.computed <= (backward + whole * busy) * (1 + 1e-9)
     assert max(backward, whole) <= got.done * (1 + 1e-9)
-    # Sending takes its share of the processor at most once.
+    # Sending uses its share of the processor at most once.
     assert got.done <= (backward + whole) * (1 + 1e-9) + whole * busy
     assert got.exposed >= 0
 
@@ -138,7 +138,7 @@ def test_buckets_are_sent_one_after_another() -> None:
 
 
 def test_sending_slows_down_compute() -> None:
-    # From 0.5 s on half of its time goes to sending, for 0.4 s: 0.2 s are missing.
+    # From 0.5 s on, sending takes half of its time for 0.4 s: 0.2 s are missing.
     got = overlap([BucketTransfer(0.5, 0.4, 0.2)], 1.0)
     assert isclose(got.computed, 1.2)
     assert isclose(got.done, 1.2)
@@ -170,7 +170,7 @@ def test_one_rank_pays_for_topk_but_not_for_float16_conversion() -> None:
         n: predict(replace(A_JOB, costs=costs), alone, n, CONFIG).step_seconds for n in costs
     }
     assert seconds["topk"] == pytest.approx(seconds["dense"] + 0.3)
-    assert seconds["float16"] == seconds["dense"]  # nothing is converted where nothing travels
+    assert seconds["float16"] == seconds["dense"]  # nothing is converted if nothing is sent
 
 
 @settings(max_examples=60, deadline=None)
@@ -200,7 +200,7 @@ def test_uneven_micro_batches_are_reported_as_limit() -> None:
 
 
 def test_planned_bytes_match_exchange() -> None:
-    """Against the buckets of the exchanges themselves, on one process."""
+    """Compared with the buckets of the exchanges, on one process."""
     from torch import nn
 
     from hvdtrain.exchange.build import build_exchange
@@ -259,7 +259,7 @@ def test_elastic_run_has_higher_goodput_than_restarted_run() -> None:
 
 
 def test_memory_matches_documentation() -> None:
-    """docs/parallel.md, with AdamW's state of twice the parameters P."""
+    """As in docs/parallel.md, with AdamW's state of 2 P for parameters P."""
     p = float(A_JOB.parameter_bytes)
     assert memory(A_JOB, ModelLayout(), 8) == 4 * p
     assert memory(A_JOB, ModelLayout(zero_copies=2), 8) == 2 * p + 2 * p * 2 / 8
@@ -345,7 +345,7 @@ ALLREDUCE = {
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """A job and all-reduces, as their commands print them."""
+    """Files of a job and of all-reduces, as their commands print them."""
     job = replace(A_JOB, blocks=8, block_bytes=1e6, activation_bytes=1e8)
     content = {"job": {"benchmark": "plan", "job": asdict(job)}, "allreduce": ALLREDUCE}
     for name, value in content.items():
@@ -373,7 +373,7 @@ def test_plan_recommends_layout_that_fits_memory(
     assert best["price"] > 0
     assert best in whole
     assert 0.9 < plan["saving"]["supervised"] < plan["saving"]["elastic"] < 1
-    # 4 P = 160 MB and activations of 100 MB: only parts fit into 200 MB.
+    # 4 P = 160 MB and activations of 100 MB: only shards fit into 200 MB.
     _, out, _ = _plan(capsys, *given_, "--memory", "0.15", "--format", "json")
     plan = json.loads(out)
     assert "parallel" in plan["best"]
@@ -440,7 +440,7 @@ def test_plan_uses_metrics_of_given_run(tmp_path: Path, capsys: pytest.CaptureFi
     assert sum(bucket["elements"] for bucket in plan["job"]["buckets"]) == held
     batch = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["batch"]
     assert plan["job"]["micro_batches"] == batch["global_size"] // batch["micro_size"]
-    # On one rank it predicts what it read: the mean step of the run's windows.
+    # On one rank it predicts its input: the mean step of the run's windows.
     wall = sum(line["wall_seconds"][0] for line in lines) / sum(line["steps"] for line in lines)
     step = plan["scaling"][0]["step_seconds"]
     assert 0.4 * wall < step <= 1.05 * wall
@@ -459,7 +459,7 @@ def test_plan_uses_measured_exchanges(tmp_path: Path, capsys: pytest.CaptureFixt
     dense = next(
         r for r in json.loads(out)["scaling"] if (r["ranks"], r["strategy"]) == (2, "dense")
     )
-    # 40 MB take 0.34 s of 1 Gbit/s; 0.2 s of backward hide some of it.
+    # 40 MB take 0.34 s at 1 Gbit/s; 0.2 s of backward hide some of it.
     assert code == 0
     assert 0.44 < dense["step_seconds"] < 0.5
     assert dense["limit"] == "bandwidth"

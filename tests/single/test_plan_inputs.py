@@ -53,7 +53,7 @@ Plan = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def job(tmp_path: Path) -> str:
-    """A file that holds JOB."""
+    """A file that contains JOB."""
     path = tmp_path / "job.json"
     path.write_text(json.dumps({"benchmark": "plan", "job": asdict(JOB)}))
     return str(path)
@@ -61,7 +61,7 @@ def job(tmp_path: Path) -> str:
 
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
-    """The plan of these arguments, which has to succeed."""
+    """Return the plan of these arguments, which must succeed."""
 
     def call(*arguments: str) -> dict[str, Any]:
         at = arguments.index("--") if "--" in arguments else len(arguments)
@@ -91,12 +91,12 @@ def test_single_non_dense_strategy_can_be_planned(job: str, plan: Plan) -> None:
     assert {row["strategy"] for row in found["scaling"]} == {"float16"}
     whole = [row["layout"] for row in found["layouts"] if "parallel" not in row["flags"]]
     assert [layout["strategy"] for layout in whole] == ["float16"]
-    # Layouts on which ranks share the model are there, whichever exchange was asked for.
+    # Layouts on which ranks share the model are listed, whichever exchange was requested.
     assert any(row["layout"]["shard"] > 1 for row in found["layouts"])
 
 
 def _rewrite(path: Path, **fields: float | None) -> None:
-    """Sets fields of a run's checkpoint events; None: takes them out."""
+    """Set fields of a run's checkpoint events; None removes them."""
     events = [json.loads(line) for line in path.read_text().splitlines()]
     for event in events:
         if event["event"] == "checkpoint":
@@ -119,7 +119,7 @@ def test_checkpoint_interval_uses_stall_time_of_saves(tmp_path: Path, plan: Plan
     wanted = daly(FailureModel(mtbf, 2.0, RESTART_SECONDS))
     assert found["saving"]["interval_seconds"] == pytest.approx(wanted)
     assert not any("1 GB/s" in sentence for sentence in found["unknown"])
-    # A run that was made before events had it, and a checkpoint whose writer was killed.
+    # A run from before events had it, and a checkpoint whose writer was killed.
     for seconds in (9.0, 0.0):
         _rewrite(events, seconds=seconds, stall_seconds=None)
         found = plan(*given)
@@ -127,13 +127,13 @@ def test_checkpoint_interval_uses_stall_time_of_saves(tmp_path: Path, plan: Plan
         wanted = daly(FailureModel(mtbf, state / 1e9, RESTART_SECONDS))
         assert found["saving"]["interval_seconds"] == pytest.approx(wanted)
         assert any("1 GB/s" in sentence for sentence in found["unknown"])
-    # One that costs nothing is written after each step.
+    # A free checkpoint is written after each step.
     _rewrite(events, stall_seconds=0.0)
     assert plan(*given)["saving"]["interval_steps"] == 1
 
 
 def test_memory_includes_unsharded_parameters() -> None:
-    """docs/parallel.md: what lies in no block, with its gradient; two blocks and a gradient."""
+    """As in docs/parallel.md: parameters in no block, with gradient; two blocks and a gradient."""
     p = float(JOB.parameter_bytes)
     given = replace(JOB, activation_bytes=None, optimizer_bytes=0.0, blocks=10)
     assert memory(given, ModelLayout(shard=4), 8) == pytest.approx(2 * p / 4 + 3 * p / 10)
@@ -167,7 +167,7 @@ def test_parameters_outside_blocks_are_counted_separately() -> None:
 def test_saved_plan_keeps_its_assumptions(plan: Plan, tmp_path: Path) -> None:
     first = plan("--gpu", "H100", "--mfu", "0.5", "--", *TINY)
     path = tmp_path / "plan.json"
-    for _ in range(2):  # from its JSON, and from that one's
+    for _ in range(2):  # from its JSON, and from the result's JSON
         path.write_text(json.dumps(first))
         first = plan("--from", str(path), "--hosts", "2")
         assert any("0.5 is assumed" in sentence for sentence in first["unknown"])

@@ -25,7 +25,7 @@ SETTINGS = SimpleNamespace(prefix_output_with_timestamp=False)
 
 
 def _run(code: str, events: Sequence[threading.Event] = ()) -> tuple[int, str]:
-    """(Exit code, what it wrote) of a Python program."""
+    """Run a Python program; return (exit code, output)."""
     out = io.StringIO()
     command = shlex.join(["env", "NAME=a=b", sys.executable, "-c", code])
     exit_code = guarded_exec.execute(
@@ -35,7 +35,7 @@ def _run(code: str, events: Sequence[threading.Event] = ()) -> tuple[int, str]:
 
 
 def test_launcher_starts_ranks_without_importing_torch(tmp_path: Path) -> None:
-    # 2 s in each start, to learn that Gloo is there.
+    # 2 s in each start, to find out that Gloo is available.
     (tmp_path / "torch.py").write_text("raise SystemExit('imported')\n")
     argv = horovodrun(1, ["true"])
     done = Job([], argv, environment({"PYTHONPATH": str(tmp_path)}), tmp_path / "job").wait(60)
@@ -111,7 +111,7 @@ def test_helper_is_killed_with_its_process(detach: str) -> None:
         "os.kill(os.getpid(), 9)\n"
     )
     assert code == 137
-    # It holds the pipe of the output: what waits for that waits for the helper.
+    # It holds the output's pipe, so a reader of the pipe waits for the helper.
     assert time.monotonic() - began < 2
 
 
@@ -160,7 +160,7 @@ def test_process_is_killed_when_its_starter_is_killed() -> None:
 def test_process_starts_under_kubeflow_agent_without_stdin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In place of Kubeflow's agent, which is there in its containers alone.
+    # Replacement of Kubeflow's agent, which exists only in its containers.
     agent = tmp_path / "kubexec.sh"
     agent.write_text('#!/bin/sh\nshift\nexec /bin/sh -c "$*" < /dev/null\n')
     agent.chmod(0o755)

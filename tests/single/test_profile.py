@@ -33,12 +33,12 @@ PACED = (
 
 
 def _run(directory: Path, arguments: str, launcher: str = "", late: int = 9) -> Finished:
-    """A run of 14 steps in directory/run; rank `late` takes 20 ms longer for each sample."""
+    """Run 14 steps in directory/run; rank `late` takes 20 ms longer for each sample."""
     slow = directory / "slow"
     slow.touch()
     env = {"HVDTRAIN_TEST_LAG": f"{late}:0.02:{slow}", "HVDTRAIN_TEST_PACE": "0.05"}
     where = ["--run.root", str(directory), "--run.id", "run"]
-    # Not forked: Lagging knows its rank by what its process began with.
+    # Not forked: Lagging reads its rank from the environment at the process's start.
     flags = [*PACED.split(), *where, *arguments.split()]
     done = runs.start(directory, flags, launcher, env).wait(120)
     assert done.returncode == 0, done
@@ -46,7 +46,7 @@ def _run(directory: Path, arguments: str, launcher: str = "", late: int = 9) -> 
 
 
 def _spans(trace: Path) -> dict[str, float]:
-    """Name -> seconds of all its spans on the host."""
+    """Return name -> seconds of all its spans on the host."""
     with gzip.open(trace) as file:
         events = json.load(file)["traceEvents"]
     seconds: dict[str, float] = defaultdict(float)
@@ -82,7 +82,7 @@ def test_profile_contains_steps_ranks_phases_and_late_rank(tmp_path: Path, launc
         assert sum(rank.profile.phases.values()) == pytest.approx(wall, rel=0.02)
         assert set(rank.profile.host_peak_bytes or {}) >= {"forward", "backward", "optimizer"}
     assert part.ranks[0].profile.phases["checkpoint"] > 0
-    assert part.ranks[0].exposed > part.ranks[1].exposed  # it waited for the late one
+    assert part.ranks[0].exposed > part.ranks[1].exposed  # it waited for the late rank
     assert any(one.name.startswith("aten::") for one in part.operators)
 
 
@@ -172,7 +172,7 @@ def test_peak_memory_is_recorded_per_phase() -> None:
     timer.enter("data")
     memory.record(whole)
     timer.enter("forward")
-    big = torch.ones(128 << 20)  # 512 MiB, touched: more than this process may have to spare
+    big = torch.ones(128 << 20)  # 512 MiB, touched: more than this process may have free
     del big
     timer.enter("backward")
     memory.record(part)  # a profile begins
@@ -227,7 +227,7 @@ def test_summary_assigns_time_to_phases_and_operators(tmp_path: Path) -> None:
     assert own == {"outer": (60, 2), "inner": (52, 3), "innermost": (5, 1)}
     rank = part.ranks[0]
     assert (rank.compute, rank.exposed, rank.other, rank.overlapped) == (7.0, 1.0, 2.0, 1.5)
-    # The timeline is not there: the rest is said all the same.
+    # Without the timeline, the other parts are still reported.
     assert part.late is None and "timeline.4.json cannot be read" in part.problems[0]
 
 

@@ -45,7 +45,7 @@ def _promtool(*arguments: str, text: bytes = b"") -> str:
 
 @pytest.fixture
 def metrics(tmp_path: Path) -> Iterator[bytes]:
-    """What rank 0 exports, in Prometheus' text format."""
+    """Metrics that rank 0 exports, in Prometheus' text format."""
     config = Config()
     config.telemetry = TelemetryConfig(port=1, host="127.0.0.1")
     exchange: Any = SimpleNamespace(

@@ -26,13 +26,13 @@ def test_start_that_a_dead_rank_0_could_not_write_is_recorded_later(tmp_path: Pa
     generations = [_generation(number) for number in range(4)]
     first = RunRecorder(RunDirectory(tmp_path), KEEP)
     first.emit_starts(generations[:2])
-    # The rank 0 of generation 2 could not write. The next one had joined in generation 1.
+    # Rank 0 of generation 2 could not write. The next rank 0 had joined in generation 1.
     RunRecorder(RunDirectory(tmp_path), KEEP).emit_starts(generations[1:])
     assert _starts(tmp_path) == [(0, 0), (1, 10), (2, 20), (3, 30)]
 
 
 def test_generation_older_than_the_last_recorded_one_is_omitted(tmp_path: Path) -> None:
-    # Its rank 0 was not among those who thought that it had begun.
+    # Its rank 0 was not among the ranks that began it.
     RunRecorder(RunDirectory(tmp_path), KEEP).emit_starts([_generation(0)])
     RunRecorder(RunDirectory(tmp_path), KEEP).emit_starts([_generation(0), _generation(2)])
     RunRecorder(RunDirectory(tmp_path), KEEP).emit_starts([_generation(n) for n in range(4)])

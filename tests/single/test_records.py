@@ -101,7 +101,7 @@ def test_scanning_a_file_in_chunks_finds_every_line_once(
 def test_parquet_rows_are_read_once_and_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvdtrain.data.parquet._CACHE_BYTES", 100)  # holds one row group or none
+    monkeypatch.setattr("hvdtrain.data.parquet._CACHE_BYTES", 100)  # contains one row group or none
     for file, count in enumerate([20, 0, 7, 3]):
         _parquet(tmp_path / f"{file}.parquet", 100 * file, count)
     data = ParquetRows([str(tmp_path)], columns=["n"])
@@ -124,7 +124,7 @@ def test_workers_read_data_that_their_rank_has_opened(tmp_path: Path) -> None:
 
 
 def test_tar_samples_have_all_their_members(tmp_path: Path) -> None:
-    long = "d" * 120  # its name takes a header of its own
+    long = "d" * 120  # its name needs a separate header
     _tar(tmp_path / "0.tar", [("a/1.png", b"x" * 700), ("a/1.cls", b"3"), ("b/1.png", b"")])
     _tar(tmp_path / "1.tar", [(f"{long}/2.Seg.PNG", b"y"), (f"{long}/2.cls", b"4")])
     found = list(TarShards([f"{tmp_path}/*.tar"]))  # type: ignore[call-overload]
@@ -142,7 +142,7 @@ def test_index_is_reused_until_its_file_changes(
 ) -> None:
     path = _lines(tmp_path / "a.jsonl", [{"n": 1}, {"n": 2}])
     assert len(JsonLines([str(path)])) == 2
-    monkeypatch.setattr(index_module, "_whole", None)  # no index can be made
+    monkeypatch.setattr(index_module, "_whole", None)  # no index can be created
     assert len(JsonLines([str(path)])) == 2
     monkeypatch.undo()
     _lines(path, [{"n": 1}, {"n": 2}, {"n": 3}])
@@ -162,7 +162,7 @@ def test_read_only_data_is_indexed_in_a_cache_or_in_memory(
     assert cached == [1, 2] and not list(tmp_path.glob("[01]/.*"))
 
     def refused(*_: object) -> None:
-        raise OSError(30, "Read-only file system")  # root writes everywhere: a mock
+        raise OSError(30, "Read-only file system")  # root can write everywhere, so this is mocked
 
     monkeypatch.setattr(index_module, "_write", refused)
     assert [len(i) - 1 for i in open_indexes(files, JSON_LINES)] == [1, 2]
@@ -194,7 +194,7 @@ def test_ranks_build_the_same_indexes_as_one_process(
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("indexes made: 1") == 3  # one rank speaks
+        assert done.stdout.count("indexes made: 1") == 3  # one rank reports it
     indexes = [sorted((tmp_path / directory).glob(".*")) for directory in ("alone", "shared")]
     assert [len(found) for found in indexes] == [3, 3]
     for own, other in zip(*indexes, strict=True):

@@ -35,7 +35,7 @@ RANKS = {
 
 @dataclass
 class _Launcher:
-    """Answers as the elastic driver does; keeps the statuses that it is sent."""
+    """A launcher that answers like the elastic driver and keeps the received statuses."""
 
     answers: list[dict[str, Any]]
     statuses: list[dict[str, Any]] = field(default_factory=list)
@@ -50,7 +50,7 @@ Start = Callable[[list[dict[str, Any]]], tuple[Rejoin, _Launcher]]
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Start:
-    """A process after step `STEP`, which holds part 0 of a model of two ranks."""
+    """A process after step `STEP`, which holds shard 0 of a model of two ranks."""
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(heartbeat, "HEARTBEAT", Heartbeat())
     monkeypatch.setattr(session, "shut_down", lambda: None)
@@ -78,7 +78,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
 
 
 def _lose(agreement: Agreement, take: Callable[[], None]) -> None:
-    """The generation fails while this rank waits for the others to be ready for the next step."""
+    """Let the generation fail while this rank waits until the others can take the next step."""
 
     def lost(values: Tensor, name: str) -> Tensor:
         raise RankLostError(name)

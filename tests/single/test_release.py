@@ -31,7 +31,7 @@ def call(argv: Sequence[str | Path], cwd: Path, env: Mapping[str, str] | None = 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with an sdist and the wheel that was built from it."""
+    """Directory with an sdist and the wheel built from it."""
     source = tmp_path_factory.mktemp("release")
     for name in SOURCES:
         shutil.copy(REPOSITORY / name, source)
@@ -61,13 +61,13 @@ def test_wheel_installs_into_an_empty_environment(built: Path, tmp_path: Path) -
     call([*pip, "--no-deps", "--no-index", wheel], tmp_path)
     program = empty / "bin/hvdtrain"
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    # What it depends on is this environment's, found after its own.
+    # Its dependencies are this environment's, found after its own packages.
     (own,) = (empty / "lib").glob("python3*/site-packages")
     libraries = [path for path in sys.path if path.endswith("site-packages")]
     (own / "z.pth").write_text("\n".join(libraries))
     where = [empty / "bin/python", "-c", "import hvdtrain; print(hvdtrain.__file__)"]
     assert call(where, tmp_path, env).startswith(str(empty))
-    keys = ["--config", "gpt-nano"]  # a preset, and templates: files beside the code
+    keys = ["--config", "gpt-nano"]  # a preset, and templates: package data
     written = call([program, "deploy", "slurm", "--", *keys], tmp_path, env)
     assert "gpt-nano" in written
     call([program, "deploy", "kubernetes", "--", *keys], tmp_path, env)

@@ -26,7 +26,7 @@ RANKS = 5
 
 
 class Driver:
-    """Answers with what it was asked; its `join` takes no time."""
+    """A driver that echoes the request; its `join` takes no time."""
 
     def join(self, number: int, seconds: float, status: dict[str, Any]) -> dict[str, Any]:
         return {"rank": number, **status}
@@ -45,7 +45,7 @@ class Driver:
 
 
 class Launcher:
-    """A server of `key`, and requests to it that are signed with the key of each."""
+    """A server with `key`, and requests that are signed with any key."""
 
     def __init__(self, key: str | None, handler: type = RendezvousHandler) -> None:
         self.server = RendezvousServer(0, key)
@@ -68,7 +68,7 @@ class Launcher:
     def exchange(
         self, rank: int, nonce: bytes, generation: int = 1, size: int = RANKS
     ) -> tuple[int, bytes]:
-        """A row in which each value says from whom it is and for whom."""
+        """Exchange a row in which each value names its sender and receiver."""
         others = [other for other in range(size) if other != rank]
         row = nonce + b"".join(f"{rank}>{other};".encode() for other in others)
         return self.request("POST", f"/global/{rank}/{size}/{generation}", row)
@@ -92,7 +92,7 @@ def test_ranks_receive_only_addresses_of_the_current_context(launcher: Launcher)
             assert list(found) == [(200, _column(rank)) for rank in range(RANKS)]
     # A repeated request, because the answer was lost, is answered at once.
     assert launcher.exchange(3, b"attempt2") == (200, _column(3))
-    # Another one waits for the others again, and says after a while that they are not there.
+    # Another request waits for the others again, and reports after a while that they are missing.
     assert launcher.exchange(3, b"attempt3") == (404, b"")
 
 
@@ -182,7 +182,7 @@ def test_launcher_advertises_a_non_loopback_address(
     ours = [a.address for all_ in psutil.net_if_addrs().values() for a in all_]
     if all(":" in address or address.startswith("127.") for address in ours if "." in address):
         pytest.skip("this machine has no other")
-    # In place of Debian's /etc/hosts, which this process cannot have for itself.
+    # Replacement of Debian's /etc/hosts, which this process cannot change for itself.
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     environment, address = interfaces.for_launcher(None, {}, ["localhost", os.uname().nodename])
     assert address in ours and not address.startswith("127."), address

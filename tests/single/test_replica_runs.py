@@ -32,7 +32,7 @@ def _healed(directory: Path) -> list[tuple[int, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run in which nothing flipped."""
+    """Directory of a run without flipped bits."""
     root = tmp_path_factory.mktemp("whole")
     done = _run(root, NEVER, "--checkpoint.every", "5", "--checkpoint.keep", "4")
     assert done.returncode == 0, done
@@ -43,7 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_flipped_bits_are_healed_before_losses_or_checkpoints_change(
     whole: Path, tmp_path: Path
 ) -> None:
-    # Each is healed at once, so that nothing of it is left: not a bit of any later loss.
+    # Each is healed at once, so all later losses are bitwise identical.
     flags = ["--checkpoint.every", "5", "--checkpoint.keep", "4"]
     done = _run(tmp_path, "1:5:weight,0:10:exp_avg_sq,2:15:step", *flags)
     assert done.returncode == 0, done
@@ -62,7 +62,7 @@ def test_healing_is_logged_and_ranks_are_identical_afterwards(whole: Path, tmp_p
     assert done.returncode == 0, done
     directory = tmp_path / "run"
     assert [line["step"] for line in metrics(directory)] == [6, 10, 12, 17]
-    assert _healed(directory) == [(10, [2])], done  # and no more in the last step
+    assert _healed(directory) == [(10, [2])], done  # and no longer in the last step
     assert "gradients of the steps since 5 may have been wrong" in done.stderr, done
     before, *after = losses(directory)
     expected = [losses(whole)[step - 1] for step in (10, 12, 17)]

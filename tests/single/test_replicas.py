@@ -41,7 +41,7 @@ def test_all_processes_are_chosen_if_a_replica_is_one_rank() -> None:
 
 
 def test_intact_replica_is_chosen_over_a_survivor_of_a_broken_one() -> None:
-    # One of host a has died: the replica of host b trains on, whose ranks are neighbors.
+    # A rank of host a has died: the replica of host b continues; its ranks are neighbors.
     left = [_process(0, "a", 2, 0), _process(2, "b", 2, 0), _process(3, "b", 2, 1)]
     assert _chosen(left) == [2, 3]
 
@@ -116,7 +116,7 @@ def test_holder_of_the_newest_shard_takes_precedence_over_a_spare() -> None:
 
 
 def _plan(held: Sequence[int | None], grid: Grid) -> list[Transfer]:
-    """The transfers that give every rank its shard of a model that spans ranks."""
+    """Return the transfers that give every rank its shard of a model that spans ranks."""
     shard_map = ShardMap.of_replicas(grid)
     wanted = [shard_map.held_by(rank) for rank in range(len(held))]
     return plan_transfers([*map(placeholder, held)], wanted)

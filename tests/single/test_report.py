@@ -27,7 +27,7 @@ BLUE, PURPLE = "#3b82c4", "#a06bd0"
 
 
 def _ranks_line(history: History, step: int, steps: int, **phases: list[float]) -> None:
-    """A window in which what is not named took no time."""
+    """Return a window in which unnamed phases took no time."""
     ranks = len(next(iter(phases.values())))
     nothing = [0.0] * ranks
     exposed = phases.get("comm_exposed", nothing)
@@ -104,7 +104,7 @@ def test_metrics_equal_values_computed_by_hand(
     assert (found["final_loss"], found["final_validation_loss"]) == (1.0, 2.0)
     assert found["final_validation"] == {"perplexity": 60.0}
     assert found["median_samples_per_second"] == 10 and found["median_step_seconds"] == 1
-    # 5 steps of 2 ranks and 3 of one: 13 steps of a rank, a second each.
+    # 5 steps of 2 ranks and 3 of one: 13 rank steps of a second each.
     assert found["phase_seconds_per_step"]["data"] == pytest.approx(1.5 / 13)
     assert found["phase_shares"]["backward"] == pytest.approx(5.5 / 13)
     assert sum(found["phase_shares"].values()) == pytest.approx(1)
@@ -138,7 +138,7 @@ def test_restarts_and_stragglers_are_reported(
     assert recovered["seconds_without_steps"] == pytest.approx(RECOVERING + 0.25)
     (slow,) = found["stragglers"]
     assert (slow["rank"], slow["host"], slow["phase"]) == (1, "node1", "data")
-    # From 5 to 9, and from 10 until the round ended at 20.
+    # From 5 to 9, and from 10 until the generation ended at 20.
     assert (slow["times"], slow["steps"], slow["lowest_score"]) == (2, 14, 0.4)
     goodput = audit(history.directory).goodput
     assert found["goodput_share"] == goodput.share and found["seconds_by_part"] == goodput.parts
@@ -208,7 +208,7 @@ def test_page_blocks_requests_to_other_hosts(history: History, tmp_path: Path) -
 def test_page_is_readable_in_dark_mode(history: History, tmp_path: Path) -> None:
     assert cli.main(["report", str(history.directory)]) == 0
     shown = show(history.directory / "report.html", tmp_path, 4000, dark=True)
-    assert shown.count("#14181c") > 10**6  # the background, of the plots too
+    assert shown.count("#14181c") > 10**6  # the background, also of the plots; the text
     assert shown.count("#e6e9ec") > 1000  # the ink
     assert shown.count("#000000", near=3) < 500
 
@@ -223,7 +223,7 @@ def test_two_runs_are_compared(
     found = _metrics(capsys, history.directory, other.directory)
     assert found["a"]["steps"] == 60 and found["b"]["state"] == "no end"
     assert found["ratios"]["steps"] == 0.5 and found["ratios"]["final_loss"] == 2
-    assert found["ratios"]["overlap"] is None  # the other has no ranks.jsonl
+    assert found["ratios"]["overlap"] is None  # the other run has no ranks.jsonl
     assert found["ratios"]["data_seconds_per_step"] is None
     out = tmp_path / "two.html"
     assert (
@@ -267,7 +267,7 @@ DAMAGES = {
     "no events": (_without_events, ["There is no events.jsonl"], 7),
     "no ranks": (_without_ranks, ["telemetry.exchange_every is 0"], 4),
     "torn": (_torn, [f"skipped in {name}.jsonl" for name in ("metrics", "ranks")], 8),
-    # What is left is the bar of the goodput: all of the time went into the start.
+    # Only the goodput bar remains: all of the time went into the start.
     "no steps": (_without_steps, ["no step was logged", "ranks.jsonl has no lines"], 1),
     "damaged": (_damaged, ["config.yaml is missing", "manifest.json is damaged"], 7),
 }
@@ -312,7 +312,7 @@ def test_long_step_switches_step_time_to_a_logarithmic_axis(history: History) ->
     assert cli.main(["report", str(history.directory)]) == 0
     page = (history.directory / "report.html").read_text()
     assert "ms/step (logarithmic)" in page and ">10,000<" in page
-    assert "mathdefault" not in page  # what matplotlib writes for powers of ten
+    assert "mathdefault" not in page  # matplotlib's text for powers of ten
 
 
 def test_nonfinite_losses_and_skipped_steps_are_counted(history: History) -> None:
@@ -368,14 +368,14 @@ def test_report_of_a_long_run_stays_within_time_and_memory_limits(tmp_path: Path
     )
     code, seconds, megabytes, heavy = json.loads(done.stdout.splitlines()[-1])
     assert code == 0 and not heavy
-    # Of one processor: the wall time where other programs leave it alone.
+    # CPU time of one processor, which is the wall time if other programs leave it alone.
     assert seconds < 10 and megabytes < 500
     page = tmp_path / "long" / "report.html"
     assert page.stat().st_size < 2_000_000
     shown = show(page, tmp_path, 4400)
     assert not shown.complaints and not shown.blank_stretches()
     assert f"rank {SLOW} on node{SLOW // 8} in data" in shown.dom
-    # The slow rank is a bar of its own color in a map that is pale elsewhere.
+    # The slow rank is a bar with its own color in a map that is pale elsewhere.
     assert shown.count("#fd9040", near=16) > 800
 
 

@@ -21,7 +21,7 @@ TASK = "--task tests.support.disturbed:NoLocks"
 
 
 class Runs:
-    """Processes that train the same run, each by the same command."""
+    """Processes that train the same run with the same command."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.run = root, root / "case"
@@ -34,7 +34,7 @@ class Runs:
         return self.jobs[-1]
 
     def wait_for_more(self, job: Job, timeout: float = 60) -> None:
-        """Waits for ten new steps."""
+        """Wait for ten new steps."""
         path = self.run / "metrics.jsonl"
 
         def steps() -> int:
@@ -67,7 +67,7 @@ def test_run_has_one_owner_on_a_file_system_without_locks(runs: Runs) -> None:
     second = runs.start(TASK).wait(60)
     assert second.returncode == 2, second
     assert "another process" in second.stderr and "Traceback" not in second.stderr, second
-    # Nor does a lock that others do not see, as NFS with local_lock has it.
+    # Nor does a lock that other hosts do not see, as on NFS with local_lock.
     locked = runs.start().wait(60)
     assert locked.returncode == 2 and "another process" in locked.stderr, locked
     runs.process(first).kill()

@@ -12,7 +12,7 @@ from tests.support.job import Finished
 from tests.support.runs import REPOSITORY, TINY, losses, metrics, run, weights
 
 STEPS = 20
-MICRO_BATCHES = 4  # in a step
+MICRO_BATCHES = 4  # during a step
 FLAGS = [
     *TINY,
     *("--task", "tests.support.tasks:Signalled", "--model.dropout", "0.1"),
@@ -26,13 +26,13 @@ def _run(root: Path, run_id: str, *flags: str, signals: str = "") -> Finished:
 
 
 def _in_step(name: str, step: int) -> str:
-    """A signal in the middle of a step, counted from 1 since the process started."""
+    """Send a signal in the middle of a step, counted from 1 since the start of the process."""
     return f"{name}:{(step - 1) * MICRO_BATCHES + 2}"
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of all runs; in it "whole", which nothing interrupted."""
+    """Directory of all runs, with "whole", an uninterrupted run."""
     root = tmp_path_factory.mktemp("runs")
     done = _run(root, "whole")
     assert done.returncode == 0, done
@@ -51,7 +51,7 @@ def test_killed_run_resumes_identically_without_repeated_lines(root: Path) -> No
     assert killed.returncode == -9, killed
     assert [line["step"] for line in metrics(root / "killed")] == list(range(1, 14))
     with open(root / "killed/metrics.jsonl", "a", encoding="utf-8") as file:
-        file.write('{"step": 14, "los')  # a line that the loss of power tore
+        file.write('{"step": 14, "los')  # a line torn by a power failure
     done = _run(root, "killed")
     assert done.returncode == 0, done
     assert "resumed from the checkpoint of step 10" in done.stderr, done
@@ -62,7 +62,7 @@ def test_killed_run_resumes_identically_without_repeated_lines(root: Path) -> No
 
 
 def test_stop_signal_saves_a_checkpoint_and_exits_with_75(root: Path) -> None:
-    # The flag rides with the exchange of the next step, and the run ends after that.
+    # The flag is sent with the exchange of the next step, after which the run ends.
     for name, step, last in (("SIGTERM", 7, 8), ("SIGUSR1", 5, 14)):
         done = _run(root, "stopped", signals=_in_step(name, step))
         assert done.returncode == 75, done
@@ -143,7 +143,7 @@ def test_refused_resume_leaves_the_run_unchanged(root: Path, case: str) -> None:
 
 
 def test_unwritable_run_root_is_reported_as_invalid_input(root: Path) -> None:
-    # Below a file nobody can make a directory, root included.
+    # No user, including root, can create a directory below a file.
     below = str(root / "whole/config.yaml")
     done = _run(root, "run", "--run.root", below)
     assert done.returncode == 2, done
@@ -152,8 +152,8 @@ def test_unwritable_run_root_is_reported_as_invalid_input(root: Path) -> None:
 
 @pytest.mark.slow
 def test_resume_from_a_slow_disk_survives_the_watchdog(tmp_path: Path) -> None:
-    # Rank 0 reads the model, then both ranks read the optimizer's files: each takes 6 s, longer
-    # than a rank may be idle, or missing in a collective.
+    # Rank 0 reads the model, then both ranks read the optimizer's files; each read takes 6 s,
+    # longer than a rank may be idle or missing in a collective.
     flags = [
         *("--task", "tests.support.disturbed:OnSlowDisk", "--parallel.zero", "1"),
         *("--batch.global_size", "4", "--batch.micro_size", "2", "--elastic.hang_seconds", "3"),

@@ -15,7 +15,7 @@ from hvdtrain.data.order import permute, sample_order
 SIZES = st.integers(1, 3000)
 SEEDS = st.integers(0, 2**64)
 EPOCHS = st.integers(0, 2**40)
-# The first call of NumPy in a process may take longer than hypothesis allows an example.
+# NumPy's first call in a process may take longer than hypothesis allows for an example.
 no_deadline = settings(deadline=None)
 
 
@@ -29,7 +29,7 @@ def test_epoch_contains_each_sample_once(size: int, seed: int, epoch: int) -> No
     assert sorted(_epoch(size, seed, epoch)) == list(range(size))
 
 
-# From 30 samples on two permutations are alike by chance less often than once in 10^32.
+# From 30 samples on, two permutations are equal by chance less often than once in 10^32.
 @no_deadline
 @given(size=st.integers(30, 3000), seed=SEEDS, epoch=EPOCHS)
 def test_consecutive_epochs_have_different_orders(size: int, seed: int, epoch: int) -> None:
@@ -79,7 +79,7 @@ def test_first_sample_is_uniform_over_seeds() -> None:
     first = np.array([sample_order(0, 1, size, seed)[0] for seed in range(seeds)])
     counts = np.bincount(first, minlength=size)
     chi_square = float(((counts - seeds / size) ** 2 / (seeds / size)).sum())
-    assert chi_square < 33.7  # 9 degrees of freedom: beyond it once in 10,000
+    assert chi_square < 33.7  # 9 degrees of freedom: exceeded once in 10,000
 
 
 def test_order_is_uncorrelated_with_index_and_neighbors() -> None:
@@ -89,7 +89,7 @@ def test_order_is_uncorrelated_with_index_and_neighbors() -> None:
 
 
 def test_order_is_stable_across_versions() -> None:
-    # A run that is resumed under a new version continues in the same order.
+    # A run that resumes with a new version continues in the same order.
     assert sample_order(0, 12, 10, 1234).tolist() == [4, 7, 0, 8, 6, 9, 3, 2, 1, 5, 5, 3]
     assert sample_order(10**9 - 3, 10**9 + 3, 10**9, 0).tolist() == [
         765268406, 522073734, 994307813, 229708026, 94413417, 192619625,

@@ -28,7 +28,7 @@ SECONDS = 100
 
 
 def _on_a_terminal(argv: list[str], directory: Path) -> str:
-    """Runs a command on a terminal of 120 columns; what was written to it."""
+    """Run a command on a terminal of 120 columns; return its output."""
     process, terminal = pty.fork()
     if process == 0:
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
@@ -38,7 +38,7 @@ def _on_a_terminal(argv: list[str], directory: Path) -> str:
     try:
         while block := os.read(terminal, 1 << 16):
             shown += block
-    except OSError:  # the last process on it has ended
+    except OSError:  # the last process on the terminal has ended
         pass
     os.close(terminal)
     _, status = os.waitpid(process, 0)

@@ -14,7 +14,7 @@ from tests.support.runs import REPOSITORY
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A clone's .ci that needs one package, and an apt-get that talks much."""
+    """A clone's .ci that needs one package, and an apt-get with much output."""
     shutil.copytree(REPOSITORY / ".ci", tmp_path / "clone/.ci")
     (tmp_path / "clone/.ci/packages").write_text(f"build fancy test -e {tmp_path}/fancy\n")
     (tmp_path / "bin").mkdir()

@@ -68,7 +68,7 @@ def test_survivors_can_serve_any_new_assignment(
 ) -> None:
     old = ShardMap.even(SIZES, [str(rank) for rank in range(before)], copies)
     new = ShardMap.even(SIZES, [str(rank) for rank in range(after)], copies)
-    # One rank is lost, which is fewer than the copies.
+    # One rank is lost, fewer than the copies.
     alive = [old.held_by(rank) for rank in range(before) if rank != dead % before]
     ranks = max(len(alive), after)
     held = [*alive, *([] for _ in range(ranks - len(alive)))]

@@ -35,7 +35,7 @@ REGRESSION = [
 
 
 def _all_sinks(directory: Path) -> tuple[list[str], dict[str, str]]:
-    """Flags and environment: files below the directory, no network."""
+    """Return flags and environment: files below the directory, no network."""
     flags = ["--telemetry.tensorboard", "true", "--telemetry.wandb_project", "tests"]
     env = {
         "WANDB_MODE": "offline",
@@ -53,7 +53,8 @@ def _tensorboard(directory: Path) -> list[tuple[int, float]]:
 
 
 def _records(content: bytes) -> Iterator[bytes]:
-    """Of a file in LevelDB's log format, after wandb's own 7 bytes; a torn end is left out."""
+    """Yield the records of a file in LevelDB's log format, after wandb's 7-byte header, without a
+    torn end."""
     block, place, parts = 32768, 7, b""
     while place + 7 <= len(content):
         if block - place % block < 7:
@@ -70,7 +71,7 @@ def _records(content: bytes) -> Iterator[bytes]:
 
 
 def _wandb(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """Of each offline run in it, by its id; in the order of their beginning."""
+    """Return the records of each offline run by ID, in order of their start."""
     found: dict[str, list[tuple[int, float]]] = {}
     for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
         curve = found.setdefault(path.stem.removeprefix("run-"), [])
@@ -84,7 +85,7 @@ def _wandb(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _mlflow(root: Path) -> tuple[str, list[tuple[int, float]]]:
-    """(status, curve) of the only run, from the files of MLflow's store."""
+    """Return (status, curve) of the only run, from the files of MLflow's store."""
     files = list(root.glob("mlruns/*/*/metrics/loss"))
     if not files:
         return "", []
@@ -124,7 +125,7 @@ def test_sinks_have_the_curve_of_the_run_once_after_a_resume(
     begin = json.loads((directory / "manifest.json").read_text())["starts"][-1]["step"]
     expected = _curve(directory)
     assert begin >= 10 and [step for step, _ in expected] == list(range(1, STEPS + 1))
-    # What the first process had not saved yet died with it: there may be a gap before `begin`.
+    # Data that the first process had not saved was lost: there may be a gap before `begin`.
     status, curve = _mlflow(tmp_path)
     assert status == "FINISHED" and list(_wandb(directory)) == [wandb_id]
     for found in (curve, _tensorboard(directory), _wandb(directory)[wandb_id][begin - STEPS :]):
@@ -173,7 +174,7 @@ def test_failing_sink_is_reported_once_and_training_continues(tmp_path: Path) ->
 
 @pytest.fixture
 def silent_server() -> Iterator[str]:
-    """Accepts connections and never says a word."""
+    """A server that accepts connections and never responds."""
     with socket.create_server(("127.0.0.1", 0), backlog=100) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -276,7 +277,7 @@ def test_sinks_receive_only_finite_numbers() -> None:
 def test_missing_sink_package_is_reported_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "wandb").mkdir()  # what a run in offline mode leaves is no package
+    (tmp_path / "wandb").mkdir()  # the directory of an offline run is not a package
     site = [path for path in sys.path if "packages" not in path]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *site])
     for name in ("wandb", "mlflow", "tensorboard"):

@@ -126,7 +126,7 @@ def test_full_server_drops_untrusted_connections_of_the_busiest_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bounded_server, "MOST", 4)
-    monkeypatch.setattr(bounded_server, "_ROOM_SECONDS", 0.0)  # nobody serves them here
+    monkeypatch.setattr(bounded_server, "_ROOM_SECONDS", 0.0)  # no thread serves them here
     pairs = [socket.socketpair() for _ in range(6)]
     open_ = BoundedConnections()
     for (client, _), host in zip(pairs[:4], ["friend", "lonely", "crowd", "crowd"], strict=True):

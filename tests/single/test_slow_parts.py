@@ -10,7 +10,8 @@ from tests.support.job import Finished
 from tests.support.runs import start
 
 # Horovod ends a run after 3 s without a rank; rank 1 has nothing to do in its part. The watchdogs
-# must not end a rank (elastic.hang_seconds 0), and their own CPU time is not the work of the rank.
+# must not end a rank (elastic.hang_seconds 0), and their CPU time does not count as the rank's
+# work.
 RANKS = """
 import logging, os, sys, threading, time
 from functools import partial

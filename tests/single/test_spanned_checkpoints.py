@@ -11,7 +11,7 @@ from tests.support.torch_ranks import on_torch_ranks
 
 pytestmark = pytest.mark.slow
 
-# Of 8 ranks; what is left of them is the data axis.
+# Layouts of 8 ranks; the remaining factor is the data axis.
 LAYOUTS = {
     "data": {},
     "data, tensor": {"tensor": 2},

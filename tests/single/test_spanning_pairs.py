@@ -16,7 +16,7 @@ from tests.support.runs import start
 pytestmark = pytest.mark.slow
 
 STEPS = 2
-# Four micro-batches a step are two passes or more on each rank; gradients are clipped in all.
+# Four micro-batches per step are at least two passes on each rank; all clip gradients.
 SIZES = (
     *TINY,
     *("--model.layers=2", "--model.width=16", "--data.train=LICENSE", f"--eval.every={STEPS}"),
@@ -28,7 +28,7 @@ AXES = {
     "context": ("--parallel.context=2",),
     "shard": ("--parallel.shard=2",),
 }
-# What is combined with an axis, and how far losses may be apart.
+# Options combined with an axis, and the allowed difference of losses.
 OPTIONS = {
     "selective checkpointing": (("--memory.checkpoint_activations=selective",), 1e-5),
     "clipping, ema": (("--optim.clip_norm=0.01", "--optim.ema_decay=0.5"), 1e-5),
@@ -39,7 +39,7 @@ PAIRS = [(axis, option) for axis in AXES for option in OPTIONS]
 
 
 def _curves(directory: Path, launcher: str, flags: list[tuple[str, ...]]) -> list[Curve]:
-    """Of runs with these flags, one after the other in one start."""
+    """Return the curves of runs with these flags, one after the other in one start."""
     command = [warm.python(2), "-m", "tests.soak.bench.layout_ranks"]
     lists = [json.dumps([*SIZES, *own]) for own in flags]
     done = start(directory, [str(STEPS), *lists], launcher, command=command).wait(240)

@@ -16,7 +16,7 @@ from tests.support.runs import TINY, metrics, run, train
 
 pytestmark = pytest.mark.slow
 
-# The rate follows from the step alone: so a run may be continued for longer than it was begun for.
+# The rate depends only on the step, so a run may continue for longer than it was begun for.
 SIZES = [
     *TINY,
     *("--model.layers", "2", "--model.mlp", "swiglu", "--model.norm", "rms"),
@@ -24,7 +24,7 @@ SIZES = [
     *("--checkpoint.every", "4", "--eval.every", "4", "--train.log_every", "1"),
     *("--optim.ema_decay", "0.8"),
 ]
-# (launcher, degrees, the last step); what is left of the ranks is the data axis.
+# (launcher, degrees, last step); the remaining factor of the ranks is the data axis.
 CHAIN = [
     ("mpirun:2", {"context": 2}, 4),
     ("mpirun:4", {}, 6),
@@ -36,9 +36,9 @@ CHAIN = [
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(a run that continues on another layout every few steps, the run on one rank).
+    """(a run that changes its layout every few steps, the run on one rank).
 
-    Both begin with the weights of a third.
+    Both begin with the weights of a third run.
     """
     root = tmp_path_factory.mktemp("runs")
     begun = train(root, "begun", [*SIZES, "--train.steps", "2", "--seed", "7"])
@@ -117,7 +117,7 @@ def test_impossible_layout_is_refused_with_the_reason(
 
 
 def test_replica_ranks_share_a_host_if_it_has_room() -> None:
-    """Also where the launcher numbers the ranks host after host in turns."""
+    """Also if the launcher numbers the ranks round-robin over the hosts."""
     degrees = ParallelConfig(tensor=2, pipeline=2).degrees
     hosts = ["a", "b"] * 4
     grid = Grid.of(hosts, degrees, ParallelConfig().place)

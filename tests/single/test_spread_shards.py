@@ -34,7 +34,7 @@ def test_shards_of_any_shape_are_assembled_in_order() -> None:
     assert torch.equal(assemble(BOXES), WHOLE)
     assert torch.equal(assemble([_flat(*ends) for ends in reversed(FLAT)]), WHOLE)
     assert torch.equal(flat_range(BOXES, 3, 11), WHOLE.view(-1)[3:11])
-    # What lies outside of the range need not be there.
+    # Shards outside of the range may be missing.
     assert torch.equal(flat_range([_flat(0, 5), _flat(5, 9)], 4, 8), WHOLE.view(-1)[4:8])
     scalar = torch.tensor(3.0)
     assert torch.equal(assemble([(ShardPosition((), 0), scalar.view(1))]), scalar)
@@ -55,7 +55,7 @@ def test_missing_shard_is_refused(shards: list[tuple[ShardPosition, Tensor]]) ->
 
 
 def _save(root: Path) -> Path:
-    """A checkpoint of three ranks, each with a row of `w`; the first has a step count too."""
+    """Save a checkpoint of three ranks, each with a row of `w`; the first also has a step count."""
     hidden = ".step_00000003.here.1.0.tmp"
     captured = []
     for rank, ends in enumerate(FLAT):

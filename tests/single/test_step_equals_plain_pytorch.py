@@ -20,7 +20,7 @@ CLIP = 0.5  # low enough that most steps are clipped
 
 
 def _by_hand() -> tuple[GPT, list[float], list[float]]:
-    """The model after 20 steps, and the losses and norms of the gradient on the way."""
+    """Return the model after 20 steps, with the losses and gradient norms."""
     text = torch.frombuffer(bytearray(CORPUS.read_bytes()), dtype=torch.uint8)
     text = text[: len(text) - int(len(text) * 0.05)]
     windows = TokenWindows([text.numpy()], 32)

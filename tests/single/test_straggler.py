@@ -92,14 +92,14 @@ def test_score_accounts_for_the_number_of_micro_batches() -> None:
 
 
 def _said(watch: StragglerWatch, *rows: Row) -> list[tuple[tuple[int, ...], int | None, str]]:
-    """Whom it names when it sees the same again and again."""
+    """Return whom it reports for repeated identical tables."""
     verdicts = [v for _ in range(CONSECUTIVE) for v in watch.look(_table(*rows))]
     assert all(verdict.slow for verdict in verdicts)
     return [(v.ranks, v.stage, v.kind) for v in verdicts]
 
 
 PIPELINE = Grid((0, 1, 2, 3), {"pipeline": 2})
-WAITS = _row(comm=0.06)  # of the other stage
+WAITS = _row(comm=0.06)  # ranks of the other stage
 
 
 def test_busy_pipeline_stage_is_named_instead_of_its_ranks() -> None:
@@ -115,17 +115,17 @@ def test_busy_pipeline_stage_is_named_instead_of_its_ranks() -> None:
 def test_slow_rank_of_a_pipeline_is_named_instead_of_its_stage() -> None:
     found = _said(StragglerWatch(0.75, PIPELINE), WAITS, _row(compute=0.13), WAITS, _row())
     assert found == [((1,), None, "compute")]
-    # The first stage has little to do, and one of its ranks is slow at that.
+    # The first stage has little work, and one of its ranks is slow in it.
     rows = _row(compute=0.05), _row(compute=0.055), _row(compute=0.03), _row(compute=0.055)
     assert _said(StragglerWatch(0.75, PIPELINE), *rows)[0] == ((0,), None, "compute")
 
 
 def test_ranks_waiting_within_their_passes_are_not_named() -> None:
-    """Of two ranks that split each matrix, one loads slowly: the other waits in its passes."""
+    """One of two ranks that split each matrix loads slowly: the other waits in its passes."""
     tensor = Grid((0, 1), {"tensor": 2})
     loads, waits = _row(data=0.07), _row(compute=0.12)
     assert _said(StragglerWatch(0.75, tensor), waits, loads) == [((1,), None, "data")]
-    # Two that share sequences take as long for their passes, and one waits for most of it.
+    # Two ranks that share sequences take equally long for their passes, and one mostly waits.
     busy = _row(compute=0.16)
     context = Grid((0, 1), {"context": 2})
     measured = [_row(compute=0.16, waited=0.1), _row(compute=0.16, waited=0.01)]

@@ -85,7 +85,7 @@ def _strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _comments(source: str) -> Iterator[tuple[int, str]]:
-    """Comments; those of adjacent lines joined, so that a phrase may cross a line break."""
+    """Comments; adjacent lines are joined, so that a phrase may cross a line break."""
     lines: list[str] = []
     previous = -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -101,7 +101,7 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of each string and comment of a Python file, each paragraph of another."""
+    """Line and text of each string and comment of a Python file, or of each paragraph of a page."""
     source = path.read_text()
     if not _may_have_a_phrase(source):
         return

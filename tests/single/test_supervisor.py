@@ -1,4 +1,4 @@
-"""The parts of `hvdtrain launch` that need no hosts; tests/cluster/test_launch.py has the rest."""
+"""Parts of `hvdtrain launch` that need no hosts; see tests/cluster/test_launch.py for others."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_only_processes_of_the_launch_are_killed(tmp_path: Path) -> None:
         for launch_id in (mine, f"{mine}2")
     ]
     try:
-        # Until exec the child's environment is still that of this process.
+        # Until exec, the child still has this process's environment.
         poll(lambda: all(VARIABLE in _environ(p.pid) for p in sleepers), 10, "the sleepers")
         assert end_orphans(["localhost"], mine) == []
         assert sleepers[0].wait(5) == -9

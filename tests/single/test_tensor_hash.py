@@ -29,7 +29,7 @@ def test_hash_detects_every_flipped_bit(dtype: torch.dtype) -> None:
     expected = hashed({"a": tensor})
     for bit in range(tensor.numel() * tensor.element_size() * 8):
         if dtype is torch.bool and bit % 8:
-            continue  # torch's truth is the whole byte
+            continue  # torch treats any nonzero byte as true
         _flip(tensor, bit)
         assert hashed({"a": tensor}) != expected, bit
         _flip(tensor, bit)

@@ -20,7 +20,7 @@ from tests.support.torch_ranks import on_torch_ranks
 
 
 def _chunks(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
-    """Of torch.chunk, and empty ones for ranks that get none."""
+    """Return torch.chunk's chunks, and empty ones for the remaining ranks."""
     chunks = list(tensor.chunk(ranks, dim))
     empty = tensor.narrow(dim, 0, 0)
     return chunks + [empty] * (ranks - len(chunks))
@@ -67,7 +67,7 @@ def test_partial_placement_is_rejected() -> None:
 
 
 def test_shards_saved_by_first_holders_assemble_to_whole_tensor() -> None:
-    """Of a 2 x 2 mesh, with uneven parts, and what FSDP2 makes of a split model."""
+    """On a 2 x 2 mesh, with uneven shards, and FSDP2's shards of a split model."""
     assert on_torch_ranks(4, wrong_shards, timeout=240) == [[]] * 4
 
 

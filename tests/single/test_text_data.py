@@ -75,7 +75,7 @@ def test_missing_or_empty_input_is_named(corpus: Path, pattern: str) -> None:
 
 
 def test_unreadable_file_is_named(tmp_path: Path) -> None:
-    # A path that leads through a file cannot be read by anybody, root included.
+    # No user, including root, can read a path that leads through a file.
     (tmp_path / "file").write_text("text")
     with pytest.raises(UserError, match="file/below"):
         read(tmp_path / "file/below")
@@ -237,7 +237,7 @@ def test_bytes_of_tokens_add_up_to_the_bytes_of_the_text(tmp_path: Path, kind: s
     sizes = tokenizer.meta.bytes_of_tokens()
     assert sizes is not None and len(sizes) == tokenizer.vocab_size
     if kind != "unigram":
-        text += " größer ✓"  # not in what it was trained on
+        text += " größer ✓"  # not in its training text
     # SentencePiece puts a space before the text.
     added = 0 if kind == "byte-level" else 1
     assert sizes[tokenizer.encode(text.encode())].sum() == len(text.encode()) + added
@@ -350,7 +350,7 @@ def test_token_cache_is_reused_until_text_or_split_changes(
 
     assert read() == plain() and read(validation_fraction=0.5) == plain(validation_fraction=0.5)
     with monkeypatch.context() as patch:
-        patch.setattr("hvdtrain.data.packed.encode_file", None)  # no token can be made
+        patch.setattr("hvdtrain.data.packed.encode_file", None)  # no token can be produced
         read()
     next(corpus.rglob("*.txt")).write_text("something else")
     assert read() == plain()

@@ -25,8 +25,8 @@ def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _initialize(monkeypatch: pytest.MonkeyPatch, ranks: int) -> int:
-    """A generation with `ranks` ranks on this host; their answers are simulated: one process asks,
-    and the tests' machine may have two cores."""
+    """Initialize a generation with `ranks` ranks on this host, with simulated answers: only one
+    process asks, and the tests' machine may have two cores."""
 
     def gather(value: Any, name: str) -> list[Any]:
         return [value] * ranks

@@ -60,10 +60,10 @@ def test_result_does_not_depend_on_the_number_of_ranks(corpus: Path, tmp_path: P
     for np_ in (1, 3):
         done = _run(*TOKENIZE, "--out", tmp_path / str(np_), "--input", corpus, np=np_)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("tokens") == 2  # one rank speaks
+        assert done.stdout.count("tokens") == 2  # one rank reports it
     alone, shared = _content(tmp_path / "1"), _content(tmp_path / "3")
     assert alone == shared
-    assert set(alone) == {"train.u16", "validation.u16", "tokens.json"}  # nothing temporary
+    assert set(alone) == {"train.u16", "validation.u16", "tokens.json"}  # no temporary files
 
 
 def test_token_files_equal_the_tokens_read_from_text(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_single_file_is_split_at_the_validation_fraction(tmp_path: Path) -> None
 
 @pytest.fixture
 def words(tmp_path: Path) -> Callable[[int], Path]:
-    """A tokenizer.json that splits at spaces, with a vocabulary of the wanted size."""
+    """Write a tokenizer.json that splits at spaces, with a vocabulary of the given size."""
     library = pytest.importorskip("tokenizers")
 
     def make(size: int) -> Path:
@@ -120,7 +120,7 @@ def test_token_file_type_fits_the_vocabulary_size(
 ) -> None:
     source, out = Source([str(corpus)], str(words(size))), tmp_path / "out"
     tokenize(Source([str(corpus)]), out, Alone())
-    written = tokenize(source, out, Alone())  # replaces files of another suffix too
+    written = tokenize(source, out, Alone())  # also replaces files with another suffix
     assert {path.name for path in out.iterdir()} == {path.name for path in written} | {
         "tokens.json"
     }
@@ -154,7 +154,7 @@ def test_mistake_is_named_and_nothing_is_written(
     assert not list(tmp_path.glob("out/*"))
 
 
-# Rank 2 fails on the last file that it reads: %s is what it raises.
+# Rank 2 fails on the last file that it reads, with the error %s.
 _FAILS = """
 import sys
 import hvdtrain.data.text as module
@@ -197,7 +197,7 @@ def test_failure_of_one_rank_ends_all_and_keeps_the_old_files(
 def test_second_run_into_the_same_directory_is_refused(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second run begins when the first has put one of its two files in place."""
+    """The second run begins when the first has published one of its two files."""
     out, refused = tmp_path / "out", list[str]()
     rename = Path.rename
 
@@ -229,7 +229,7 @@ def test_lock_of_a_killed_run_is_replaced_by_the_next(corpus: Path, tmp_path: Pa
     source = Source([str(corpus)], None, 0.3)
     tokenize(source, out, Alone())
     assert not list(out.glob(".*"))
-    same_pid = replace(Writer.here("0badc0de"), started=1)  # of another container
+    same_pid = replace(Writer.here("0badc0de"), started=1)  # in another container
     (out / ".tokenize.lock").write_text(json.dumps(asdict(same_pid)))
     tokenize(source, out, Alone())
     assert not list(out.glob(".*"))

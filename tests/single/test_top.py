@@ -47,7 +47,7 @@ def _top(*arguments: object) -> Finished:
 
 
 def _rows(output: str) -> list[dict[str, str]]:
-    """The lines of a plain table, by the heads of its columns."""
+    """Return the lines of a plain table, by column head."""
     heads, *lines = [line.split() for line in output.splitlines()[2:]]
     return [dict(zip(heads, line, strict=False)) for line in lines]
 
@@ -120,14 +120,14 @@ class Screen:
         self.output = ""
 
     def resize(self, size: tuple[int, int]) -> None:
-        """The kernel tells the foreground process by SIGWINCH."""
+        """Resize the terminal; the kernel sends SIGWINCH to the foreground process."""
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
 
     def type(self, keys: bytes) -> None:
         os.write(self._master, keys)
 
     def read(self) -> str:
-        """All that was written so far."""
+        """Return all output so far."""
         ready = select.poll()
         ready.register(self._master, select.POLLIN)
         while ready.poll(50):
@@ -135,12 +135,12 @@ class Screen:
         return self.output
 
     def frames(self) -> list[list[str]]:
-        """What was drawn, line by line, without colors."""
+        """Return the drawn frames, line by line, without colors."""
         text = re.sub(r"\x1b\[[0-9;]*m", "", self.read())
         return [frame.split("\r\n") for frame in text.split("\x1b[H")[1:]]
 
     def wait_for(self, text: str, begin: int = 0) -> list[str]:
-        """A whole frame with this text, of those after `begin`."""
+        """Wait for a complete frame with this text, after `begin`."""
         found: list[list[str]] = []
 
         def there() -> bool:
@@ -202,7 +202,7 @@ def test_sigterm_restores_the_terminal(job: tuple[Job, Path], screens: list[Scre
 
 
 def _serve(directory: Path, **config: Any) -> Exporter:
-    """An exporter with metrics, and the file that says where it is."""
+    """Serve an exporter with metrics; write the file with its address."""
     directory.mkdir(exist_ok=True)
     exporter = Exporter(TelemetryConfig(host=HOST, port=1, **config), 0)
     began = time.monotonic()
@@ -257,7 +257,7 @@ def test_silent_ranks_do_not_delay_the_scrape_of_other_ranks(tmp_path: Path) -> 
             assert time.monotonic() - begin < 6
         scraper.close()
     exporter.close()
-    # In the first round the silent ones may have kept all places.
+    # In the first round the silent ranks may have used all connections.
     assert all(ranks[-1].problem == "" for ranks in rounds[1:])
     ranks = rounds[-1]
     assert all(rank.problem for rank in ranks[:-1])

@@ -34,7 +34,7 @@ print("torch._dynamo.convert_frame" in sys.modules)
 
 
 def _run(code: str) -> str:
-    """What the code prints last, in a process of its own."""
+    """Return the last line that the code prints, in a separate process."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment(),

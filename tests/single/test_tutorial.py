@@ -24,7 +24,7 @@ SERVE = "hvdtrain report --serve"
 
 
 def _blocks() -> list[tuple[str, str]]:
-    """(language, content) of each block of the page."""
+    """Return (language, content) of each block of the page."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert {language for language, _ in found} == {"bash", "yaml", "text"}
     return found
@@ -62,7 +62,7 @@ def test_tutorial_commands_run_and_print_the_output_it_shows(tmp_path: Path) -> 
                 pattern = line.replace("...", "*")
                 assert fnmatch.filter(said.splitlines(), pattern), f"{line!r} not in {said}"
         elif content.rstrip().endswith("&"):
-            pending = content  # of one shell with the block that waits for it
+            pending = content  # in one shell with the block that waits for it
         elif language == "bash":
             done = _run(pending + content, tmp_path)
             said, pending = done.stdout + done.stderr, ""
@@ -70,7 +70,7 @@ def test_tutorial_commands_run_and_print_the_output_it_shows(tmp_path: Path) -> 
 
 
 def _check(runs: Path, directory: Path) -> None:
-    """What the page promises."""
+    """Check the results that the page states."""
     first, two, three = (losses(runs / name)[:60] for name in ("first", "two", "three"))
     assert two == pytest.approx(first, rel=1e-4) and three == pytest.approx(first, rel=1e-4)
     assert len(losses(runs / "first")) == 80 and len(losses(runs / "supervised")) == 60

@@ -41,7 +41,7 @@ def _run(root: Path, name: str = "one") -> RunDirectory:
 
 
 def _links(where: Path, name: str, victim: Path) -> None:
-    """As somebody would place them who knows this process's id, or that of a process to come."""
+    """Place links like an attacker who knows the ID of this process or of a later one."""
     for process in range(os.getpid() - 1, os.getpid() + 200):
         (where / f".{name}.{process}.tmp").symlink_to(victim)
 
@@ -78,7 +78,7 @@ def test_doctor_does_not_write_its_test_file_through_links(tmp_path: Path) -> No
 def test_targets_are_listed_only_in_a_trusted_directory(
     tmp_path: Path, owner: int, mode: int, written: bool
 ) -> None:
-    """Written by OTHER; a directory that users share belongs to root, or has the sticky bit."""
+    """Written by OTHER; a shared directory belongs to root, or has the sticky bit."""
     for parent in (tmp_path, *tmp_path.parents):
         if parent.name.startswith(("test_", "popen-", "pytest-")):
             parent.chmod(0o755)
@@ -230,7 +230,7 @@ def test_commands_tolerate_malformed_metrics(
 
 
 def _sealed(directory: Path, files: dict[str, bytes]) -> Path:
-    """A checkpoint with valid checksums."""
+    """Write a checkpoint with valid checksums."""
     directory.mkdir(parents=True)
     sums = {}
     for name, content in files.items():

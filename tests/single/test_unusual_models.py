@@ -1,6 +1,7 @@
-"""Models that Horovod or the optimizer would refuse: trained, or refused in one sentence.
+"""Models that Horovod or the optimizer would reject: trained, or refused in one sentence.
 
-Both on one process and on two."""
+On one process and on two.
+"""
 
 from __future__ import annotations
 

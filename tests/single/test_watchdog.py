@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 StartRank = Callable[..., subprocess.Popen[str]]
 
-# A rank whose watchdog takes it for hung after 2 s; it prints a line before each thing it does.
+# A rank whose watchdog considers it hung after 2 s; it prints a line before each action.
 RANK = """
 import os, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +41,8 @@ kept = KeptWatchdog(partial(watchdog.start, HEARTBEAT, HANG_SECONDS, "", 0, None
 kept.write_to(Path(sys.argv[1]))
 """
 SPIN = "import time; end = time.monotonic() + 5\\nwhile time.monotonic() < end: pass"
-# Waits 0.1 s for each read of a checkpoint; for longer than a rank may be busy without progress.
+# Waits 0.1 s for each read of a checkpoint, in total longer than a rank may be busy without
+# progress.
 SLOW_DISK = """
 import io
 from hvdtrain.checkpoint import tensor_file
@@ -60,7 +61,7 @@ with ThreadPoolExecutor(1) as pool:
 
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[StartRank]:
-    """Starts a process that runs `RANK` and these lines; killed at the end."""
+    """Start a process that runs `RANK` and these lines; it is killed at the end."""
     started = []
 
     def start(lines: str, hang_seconds: float = 2.0) -> subprocess.Popen[str]:
@@ -85,7 +86,7 @@ def _watchdog(rank: subprocess.Popen[str]) -> psutil.Process:
 def test_rank_waiting_for_a_busy_child_is_not_killed(
     rank: StartRank,
 ) -> None:
-    # Through a shell, as compilers are started: the work is done by a grandchild.
+    # Through a shell, as compilers are started: a grandchild does the work.
     busy = rank(f'work()\nsubprocess.run(["sh", "-c", f"{{sys.executable}} -c \'{SPIN}\'; true"])')
     assert busy.wait(20) == 0
 
@@ -105,14 +106,14 @@ def test_suspended_job_is_not_killed_when_it_continues(
     healthy = rank("for _ in range(4):\n    work()\n    time.sleep(1.6)")
     assert healthy.stdout is not None
     healthy.stdout.readline()
-    time.sleep(1.2)  # its watchdog has seen it idle
+    time.sleep(1.2)  # its watchdog has detected that it is idle
     pids = [_watchdog(healthy).pid, healthy.pid]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(5)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
-        time.sleep(0.1)  # its watchdog looks before the rank has done anything
+        time.sleep(0.1)  # its watchdog checks before the rank has done anything
     assert healthy.wait(20) == 0
 
 

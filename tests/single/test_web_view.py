@@ -227,7 +227,7 @@ def test_runs_viewed_in_turn_are_not_read_again(
 
 
 class Served:
-    """The command, and what it answers."""
+    """The command, and requests to it."""
 
     def __init__(self, output: Path, *arguments: str) -> None:
         self.job = Job([], [*SERVE, *arguments, "--port", "0"], environment(), output)
@@ -236,7 +236,7 @@ class Served:
         self.port = int(re.findall(r":(\d+)/", self.url)[0])
 
     def get(self, path: str, **headers: str) -> tuple[int, str, Any]:
-        """Status, body and headers; of "Cookie_" the name ends before the underscore."""
+        """Return status, body and headers; the name of "Cookie_" ends before the underscore."""
         named = {name.rstrip("_").replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=named)
         opener = urllib.request.build_opener(_NoRedirect)
@@ -264,7 +264,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs: two that ended, and one with an odd name that did not."""
+    """Three runs: two that ended, and one with an unusual name that did not."""
     root = tmp_path_factory.mktemp("view") / "runs"
     for name, steps in (("short", 30), ("whole", 60), (ODD, 20)):
         history = History(root / name, eval_every=6)
@@ -422,7 +422,7 @@ def test_run_page_is_readable_in_dark_mode(served: Served, tmp_path: Path) -> No
         page.wait("document.querySelectorAll('figure:not([hidden]) path').length > 4", 60, "curves")
         shown = page.shown(tmp_path / "dark.png")
     assert not shown.complaints and shown.count(DARK) > 500_000
-    assert shown.count("#e6e9ec") > 1000 and shown.count(BLUE) > 300  # the ink, a curve
+    assert shown.count("#e6e9ec") > 1000 and shown.count(BLUE) > 300  # the text, a curve
     assert shown.count("#000000", near=3) < 500
 
 

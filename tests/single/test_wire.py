@@ -1,4 +1,4 @@
-"""Gradients sent in 16 bits: nearly the same losses for half of the bytes."""
+"""Gradients sent in 16 bits: nearly the same losses with half of the bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.runs import TINY, losses, run, train, weights
 
 STEPS, HALF = 60, 30
 FLAGS = ["--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
-# The parts of a checkpoint: the scale of float16 is one.
+# The files of a checkpoint, one of which is the scale of float16.
 PARTS = {"float16": {"wire.safetensors"}, "bfloat16": set()}
 
 
@@ -35,7 +35,7 @@ def test_16_bit_wire_halves_bytes_keeps_the_curve_and_resumes_exactly(
 
 
 def _bytes(directory: Path) -> int:
-    """Of the gradients that rank 0 has exchanged in all steps."""
+    """Return the bytes of gradients that rank 0 has exchanged in all steps."""
     lines = [json.loads(line) for line in (directory / "ranks.jsonl").read_text().splitlines()]
     return sum(line["bytes"][0] for line in lines)
 

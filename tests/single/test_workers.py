@@ -30,7 +30,7 @@ SIZE = 37
 
 
 class _Drawing(Dataset[Tensor]):
-    """Each sample has random numbers of all three generators."""
+    """A dataset whose samples contain random numbers of all three generators."""
 
     def __len__(self) -> int:
         return SIZE
@@ -50,7 +50,8 @@ def _loader(dataset: Dataset[Tensor], workers: int, rank: int = 0) -> TrainLoade
 
 
 def _steps(workers: int, rank: int) -> list[Tensor]:
-    """What was loaded, and a random number of each forward pass; reassigned in the third step."""
+    """Return the loaded samples, and a random number of each forward pass; reassigned in the third
+    step."""
     loader = _loader(_Drawing(), workers, rank)
     found = []
     for step, counts in enumerate([(3, 3), (3, 3), (5, 1), (6, 0), (3, 3)]):

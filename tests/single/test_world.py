@@ -31,7 +31,7 @@ def clients() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def _accepted(server: socket.socket, clients: list[subprocess.Popen[bytes]]) -> socket.socket:
-    """A connection from another process, which sends back what it gets."""
+    """Accept a connection from another process, which echoes its input."""
     words = [sys.executable, "-I", "-S", "-c", _CLIENT, *map(str, server.getsockname())]
     clients.append(subprocess.Popen(words))
     server.settimeout(20)
@@ -46,7 +46,7 @@ def _answers(connection: socket.socket) -> bool:
 
 
 def _pair(server: socket.socket) -> list[socket.socket]:
-    """A connection with both ends in the world's processes, here in this one."""
+    """Return a connection with both ends in the world's processes, here in this one."""
     client = socket.create_connection(server.getsockname())
     return [client, server.accept()[0]]
 

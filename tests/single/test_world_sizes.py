@@ -15,8 +15,8 @@ from tests.support.runs import TINY, forked_train, losses, metrics, run, start, 
 from tests.support.tasks import INJECTED
 
 STEPS, HALF = 60, 30
-# 4 micro-batches a step: two ranks have two each, three have 2, 1, 1. Four, with one each, and
-# sixteen, of which some have none: tests/cluster (test_faults.py, test_sixteen_ranks.py).
+# 4 micro-batches per step: two ranks have two each, three have 2, 1, 1. For four with one each, and
+# sixteen, of which some have none, see tests/cluster (test_faults.py, test_sixteen_ranks.py).
 CURVE = ["--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
 DROPOUT = ["--model.dropout", "0.1"]
 LAUNCHERS = ["", "mpirun:2", "mpirun:3", "gloo:2"]
@@ -36,7 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _assert_agree(directory: Path, other: Path, first: int = 1) -> None:
-    """Losses within 1e-4 of each other at each step from `first` on."""
+    """Check that losses are within 1e-4 of each other at each step from `first` on."""
     expected = losses(other)[first - 1 :]
     assert [line["step"] for line in metrics(directory)] == list(range(first, STEPS + 1))
     assert losses(directory) == pytest.approx(expected, rel=1e-4, abs=0)
@@ -77,7 +77,7 @@ def test_run_resumed_on_as_many_or_more_ranks_keeps_its_curve(root: Path, launch
 def test_signal_to_one_rank_stops_all_with_75_and_loses_no_step(root: Path) -> None:
     where = ["--run.root", str(root), "--run.id", "stopped"]
     flags = [*TINY, *CURVE, *DROPOUT, *where, "--task", "tests.support.tasks:Signalled"]
-    # Rank 1 has two micro-batches a step: this one is in step 30, and the next is the last.
+    # Rank 1 has two micro-batches per step: this one is in step 30, and the next is the last.
     env = {"HVDTRAIN_TEST_SIGNAL": "SIGUSR1:60:1"}
     done = run(root / "output", flags, "gloo:2", env)
     assert done.returncode == 75, done
@@ -89,7 +89,7 @@ def test_signal_to_one_rank_stops_all_with_75_and_loses_no_step(root: Path) -> N
     assert weights(directory, STEPS) == weights(root / "gloo-2", STEPS)
 
 
-# Each mistake under one of the launchers: what ranks tell each other does not depend on it.
+# Each mistake with one launcher: the ranks' communication does not depend on the launcher.
 
 
 def _fails(tmp_path: Path, launcher: str, *flags: str) -> Finished:

@@ -1,4 +1,4 @@
-"""A sharded optimizer: shard placement, bitwise equality with a whole one, deaths of ranks."""
+"""A sharded optimizer: shard placement, bitwise equality with the whole optimizer, dead ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES = [40, 5, 1, 17]
 
 
 class _Rank:
-    """A process: it holds a model through all generations that it lives in."""
+    """A process that keeps a model through all of its generations."""
 
     def __init__(
         self, name: str = "adamw", copies: int = 2, dtype: torch.dtype = torch.float32
@@ -41,10 +41,10 @@ class _Rank:
         inner = build_optimizer(OptimConfig(name=name), self.model)  # type: ignore[arg-type]
         self.optimizer = ShardedOptimizer(inner, copies, wrap=wrap)
         self.agreement = Agreement()
-        self.step: int | None = None  # None: it has not the run's state yet
+        self.step: int | None = None  # None: it does not have the run's state yet
 
     def train(self, topology: Topology, source: int, target: int, until: int) -> int:
-        """A generation: takes over, and steps; returns after which step it began."""
+        """Run a generation: receive the state, and step; return after which step it began."""
         if target < 0:
             self.optimizer.install(self.optimizer.assign(topology), topology.rank, 0)
         else:
@@ -70,7 +70,7 @@ class _Rank:
         self.optimizer.gather()
 
     def _take(self) -> None:
-        """What TrainStep does once all ranks can take the step, or later."""
+        """Take a step as TrainStep does, at once or late."""
         assert self.step is not None
         _set_gradients(self.model, self.step)
         if self.step == 4:
@@ -96,12 +96,12 @@ def _set_gradients(model: nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for name, p in model.named_parameters():
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        if name == "0.bias" and step < 2:  # it rests
+        if name == "0.bias" and step < 2:  # frozen
             p.grad = None
 
 
 def _whole(steps: int, name: str, dtype: torch.dtype) -> tuple[nn.Module, Optimizer]:
-    """What one process has, whose optimizer is whole."""
+    """Return the state of one process with the whole optimizer."""
     model = _model(dtype)
     optimizer: Optimizer = build_optimizer(OptimConfig(name=name), model)  # type: ignore[arg-type]
     if dtype == torch.bfloat16:
@@ -135,7 +135,8 @@ def _generation(
 def _assert_whole(
     ranks: list[_Rank], steps: int, name: str = "adamw", dtype: torch.dtype = torch.float32
 ) -> None:
-    """All have the bits of the whole optimizer, and between them all of its state."""
+    """Check that all are bitwise identical to the whole optimizer, and together hold all of its
+    state."""
     model, optimizer = _whole(steps, name, dtype)
     expected = [p.detach() for p in model.parameters()]
     order = [p for group in optimizer.param_groups for p in group["params"]]
@@ -192,7 +193,8 @@ def test_host_that_alone_holds_a_shard_is_named() -> None:
 
 
 ONE, HOST = (3,), (2, 3)
-# Where ranks die, who hears the result all the same, and after which step the others go on.
+# When ranks die, which ranks receive the result nevertheless, and the step after which the others
+# continue.
 DEATHS = {
     "in the exchange": ("gradients", 4, (), 3),
     "in the agreement": ("step.agree", 4, (), 3),
@@ -317,7 +319,7 @@ def test_noncontiguous_parameters_are_refused() -> None:
 
 
 def _bytes_held(copies: int, ranks: int) -> int:
-    """The most that any of some ranks keeps of AdamW's state."""
+    """Return the most AdamW state that any of some ranks keeps."""
     made = [_Rank(copies=copies) for _ in range(ranks)]
     for rank in made:
         rank.model = nn.Sequential(nn.Linear(64, 30), nn.Linear(30, 7))

@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.spread import open_part
 from tests.support import runs
 
 STEPS, SAVED = 6, 3
-# Sums do not depend on the number of ranks, so a run's bits do not.
+# Sums do not depend on the number of ranks, so runs are bitwise identical.
 EXACT = [
     *("--exchange.name", "exact", "--runtime.threads", "1", "--train.steps", str(STEPS)),
     *("--checkpoint.every", str(SAVED), "--checkpoint.keep", "9", "--optim.clip_norm", "0.1"),
@@ -27,7 +27,7 @@ def _zero(copies: int) -> list[str]:
 
 
 def _state(run: Path, step: int = STEPS) -> dict[str, Tensor]:
-    """All that a checkpoint holds, put together."""
+    """Return the assembled content of a checkpoint."""
     directory = run / f"checkpoints/step_{step:08}"
     optimizer = open_part(directory, "optimizer")
     assert optimizer is not None
@@ -43,7 +43,7 @@ def _assert_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of one process, whose optimizer is whole."""
+    """The run of one process with the whole optimizer."""
     return runs.train(tmp_path_factory.mktemp("whole"), "whole", EXACT)
 
 

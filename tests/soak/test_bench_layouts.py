@@ -53,18 +53,18 @@ def test_layouts_cover_every_axis_pair_and_number_of_ranks() -> None:
     assert {ranks_of(layout) for layout in LAYOUTS} == {2, 4, 8, 16}
     axes = [frozenset(a for a in (*AXES, "data") if a in layout) for layout in LAYOUTS]
     every = {frozenset((a, b)) for a in (*AXES, "data") for b in (*AXES, "data")}
-    assert every <= set(axes)  # of one name a pair is the axis alone
+    assert every <= set(axes)  # a pair with one name is the axis alone
 
 
 class _Ranks:
-    """In place of ranks that are started: each of these layouts fails there."""
+    """Replacement of started ranks, on which each of these layouts fails."""
 
     def __init__(self, *failing: str) -> None:
         self._failing = failing
         self.starts: list[int] = []
 
     def __call__(self, command: Sequence[str]) -> tuple[int, list[str]]:
-        # In the command: mpirun does not hand on an environment to another host.
+        # In the command, because mpirun does not forward an environment to another host.
         assert "OMP_NUM_THREADS=1" in command
         flags = [argument for argument in command if argument.startswith("[")]
         self.starts.append(len(flags))
@@ -81,7 +81,7 @@ def test_failed_layout_does_not_affect_the_others(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "attempt", ranks)
     chosen = ["data 2", "shard 2", "tensor 2", "data 2 x zero 1", "tensor 16"]
     report = layouts([], 2, Where(4, None, "gloo"), chosen)
-    assert ranks.starts == [1, 4, 2]  # one rank alone; all of a size; what was left of them
+    assert ranks.starts == [1, 4, 2]  # one rank alone; all of one size; the remaining ones
     assert [row.name for row in report.rows] == chosen[:-1]
     assert [row.met for row in report.rows] == [True, False, True, True]
     assert "shard 2: ValueError: no such thing" in report.to_table()

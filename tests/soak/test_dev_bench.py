@@ -1,4 +1,4 @@
-"""`make dev-bench`: each benchmark runs and prints its metrics. No metric is judged here."""
+"""`make dev-bench`: each benchmark runs and prints its metrics; their values are not checked."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
         elif not stop.raised_by_launcher():
             # Rank 0 reported nothing: the error exists only on this host.
             where = f"rank {launched_rank()} on {socket.gethostname()}"
-            said = printable_lines(f"{where}: {error}")
-            print(f"hvdtrain: error: {said}", file=sys.stderr, flush=True)
+            message = printable_lines(f"{where}: {error}")
+            print(f"hvdtrain: error: {message}", file=sys.stderr, flush=True)
         return error.exit_code
 
 

@@ -142,8 +142,8 @@ def _export(args: argparse.Namespace) -> None:
     else:
         export(checkpoint, _model_config(checkpoint), args.out, args.ema)
     which = "averaged weights" if args.ema else "weights"
-    said = f"{args.out}: the {which} of {checkpoint}, in {' and '.join(dtypes(args.out))}"
-    print(printable(said))
+    message = f"{args.out}: the {which} of {checkpoint}, in {' and '.join(dtypes(args.out))}"
+    print(printable(message))
 
 
 def _export_to_huggingface(checkpoint: Path, out: Path, ema: bool, merge: bool) -> None:

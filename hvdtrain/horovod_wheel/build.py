@@ -173,8 +173,8 @@ def unpack_and_patch(archive: Path, directory: Path) -> Path:
         command = ["patch", "-p1", "--batch", "--fuzz=0", "-d", str(source), "-i", str(patch)]
         log = directory / "patch.log"
         if run_logged(command, log, PATCH_TIMEOUT_S):
-            said = log.read_text(errors="replace").strip()
-            raise BuildError(f"{patch} does not apply to horovod {recipe.VERSION}:\n{said}")
+            output = log.read_text(errors="replace").strip()
+            raise BuildError(f"{patch} does not apply to horovod {recipe.VERSION}:\n{output}")
     return source
 
 

@@ -129,9 +129,9 @@ def _fault(home: Path, cuda: str) -> str:
         # CMake links the static runtime, torch's extensions the shared one.
         for runtime in ("static", "shared"):
             command = [nvcc, str(program), "-cudart", runtime, "-o", str(Path(scratch, "probe"))]
-            code, said = _output(command)
+            code, output = _output(command)
             if code:
-                return f"does not compile and link a program: {diagnose(said)[0]}"
+                return f"does not compile and link a program: {diagnose(output)[0]}"
     return ""
 
 
@@ -175,8 +175,8 @@ def _home_on_path() -> str | None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         return None
-    said = _output([nvcc, "--dryrun", "-x", "cu", os.devnull])[1]
-    found = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+    output = _output([nvcc, "--dryrun", "-x", "cu", os.devnull])[1]
+    found = re.search(r"^#\$ TOP=(.+)$", output, re.MULTILINE)
     return os.path.realpath(found.group(1).strip()) if found else None
 
 

@@ -120,10 +120,10 @@ def _detect_mpi() -> str:
     # Try the compiler wrapper first, because the wheel is linked with it.
     for command in (["mpicxx", "--showme:version"], ["mpirun", "--version"]):
         try:
-            said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
         except (OSError, subprocess.TimeoutExpired):
             continue
-        found = parse_mpi(said.stdout + said.stderr)
+        found = parse_mpi(done.stdout + done.stderr)
         if found:
             return found
     raise UserError(

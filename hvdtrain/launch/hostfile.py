@@ -148,8 +148,8 @@ def _expand(nodes: str) -> list[str]:
             command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip()
-        raise UserError(f"--slurm: `{' '.join(command)}` failed: {said}") from None
+        message = (getattr(error, "stderr", None) or str(error)).strip()
+        raise UserError(f"--slurm: `{' '.join(command)}` failed: {message}") from None
     return done.stdout.split()
 
 

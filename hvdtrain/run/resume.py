@@ -151,15 +151,15 @@ def load_initial_weights(model: nn.Module, path: str, strict: bool) -> None:
         _listed("unexpected", [name for name in tensors if name not in own]),
         _listed("of another shape", shapes),
     ]
-    said = "; ".join(filter(None, differences))
-    if said and (strict or not fit):
+    listed = "; ".join(filter(None, differences))
+    if listed and (strict or not fit):
         hint = "; run.init_strict false loads the others" if fit else "; nothing is left to load"
-        raise UserError(f"run.init_from {path}: the weights are not this model's: {said}{hint}")
+        raise UserError(f"run.init_from {path}: the weights are not this model's: {listed}{hint}")
     for name in fit:
         own[name].copy_(tensors[name])
     logger.info("%d tensors from %s; the run begins with them", len(fit), path)
-    if said:
-        logger.warning("run.init_from %s: %s", path, said)
+    if listed:
+        logger.warning("run.init_from %s: %s", path, listed)
 
 
 def _converted(model: nn.Module, found: Weights) -> dict[str, torch.Tensor]:

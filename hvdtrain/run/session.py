@@ -189,8 +189,8 @@ class Session:
         """End with an error that all ranks of this generation share; return the exit code."""
         if error.rank == self.topology.rank and self._should_report_error():
             where = "" if error.rank == 0 else f"rank {error.rank} on {self.topology.host}: "
-            said = printable_lines(f"{where}{error}")
-            print(f"hvdtrain: error: {said}", file=sys.stderr, flush=True)
+            message = printable_lines(f"{where}{error}")
+            print(f"hvdtrain: error: {message}", file=sys.stderr, flush=True)
         with suppress(RankLostError):
             gather_json(None, "reported")  # no rank ends before the message is printed
         if self.persistent.recorder is not None:

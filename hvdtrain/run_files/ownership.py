@@ -169,7 +169,7 @@ class Ownership:
         self._lock.attempt()
 
     def _wait_until_free(self, own: Token) -> None:
-        began, looked, said = _now(), False, False
+        began, looked, logged = _now(), False, False
         while True:
             has_locks = self._lock.attempt()
             before, token = self._seen, read(self._token_path)
@@ -196,14 +196,14 @@ class Ownership:
                     self._before = token.owner
                 return
             waits = _now() - began > 2 * BEAT_SECONDS
-            if waits and not said and token is not None and not token.ended:
+            if waits and not logged and token is not None and not token.ended:
                 logger.warning(
                     "%s belongs to %s: it is taken over unless a heartbeat arrives within %.0f s",
                     self.directory,
                     who(token),
                     stale_after,
                 )
-                said = True
+                logged = True
             looked = True
             with heartbeat.HEARTBEAT.waiting():
                 time.sleep(_LOOK_SECONDS)

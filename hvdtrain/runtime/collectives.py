@@ -59,7 +59,7 @@ def lost_ranks() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if not any(said in str(error) for said in _GONE):
+        if not any(text in str(error) for text in _GONE):
             raise
         raise RankLostError(str(error)) from None
 

@@ -64,8 +64,8 @@ def abort_all_ranks(error: BaseException, topology: Topology) -> NoReturn:
         if isinstance(error, UnsupportedTaskError) and topology.rank > 0:
             time.sleep(_QUIET_SECONDS)  # rank 0 reports the same, and ends this rank
         _say(f"hvdtrain: error: {where}{error}")
-    elif said := explained(error):
-        _say(f"hvdtrain: error: {where}{said}")
+    elif explanation := explained(error):
+        _say(f"hvdtrain: error: {where}{explanation}")
     else:
         lines = "".join(traceback.format_exception(error))
         _say(f"{lines}hvdtrain: error: {where}{type(error).__name__}: {error}")

@@ -75,17 +75,17 @@ def watch(text: str, source: Source, on_notice: Callable[[str], None]) -> None:
 
 
 def _watch(text: str, source: Source, on_notice: Callable[[str], None]) -> None:
-    said = False
+    warned = False
     while True:
         try:
             if source():
                 on_notice(f"notice from {text}: this host is about to be reclaimed")
                 return
-            said = False
+            warned = False
         except Exception as error:  # after any error, the next answer may be a notice
-            if not said:
+            if not warned:
                 logger.warning("preempt.notice %s: %s; retrying", text, error)
-            said = True
+            warned = True
         time.sleep(EVERY_SECONDS)
 
 

@@ -193,7 +193,7 @@ class Supervisor:
                 return code
             hosts = [host for host in hosts if host.name not in blamed]
             because = "".join(f"; {name} {why}" for name, why in blamed.items())
-            _say(f"exit code {code} after step {step}{because}; again in {verdict.wait:.0f} s")
+            _say(f"exit code {code} after step {step}{because}; restarting in {verdict.wait:.0f} s")
             self._requests.pause(ended_at + verdict.wait - time.monotonic())
 
     def _blame(self, ended: _Ended, reachable: Sequence[Host]) -> dict[str, str]:
@@ -202,35 +202,35 @@ class Supervisor:
         Hosts that joined a run which worked without them are excluded, if it can continue so.
         """
         names = {host.name for host in ended.job}
-        blamed = dict.fromkeys(sorted(names - {h.name for h in reachable}), "does not answer")
+        blamed = dict.fromkeys(sorted(names - {h.name for h in reachable}), "does not respond")
         if self._proven and not names <= self._proven and not blamed:
             others = [host for host in reachable if host.name in self._proven]
             if total_slots(others) >= self._plan.min_np:
-                blamed = dict.fromkeys(sorted(names - self._proven), "is left out for a while")
+                blamed = dict.fromkeys(sorted(names - self._proven), "is excluded for a while")
                 self._hosts.exclude(blamed, _ASIDE_SECONDS)
         return blamed
 
     def _wait_for_hosts(self, code: int) -> list[Host]:
         """Wait for hosts with `min_np` slots in all; return all hosts that respond."""
-        deadline, said = time.monotonic() + self._plan.wait, ""
+        deadline, logged = time.monotonic() + self._plan.wait, ""
         while True:
             hosts = self._hosts.reachable(ROUND_SECONDS)
             if total_slots(hosts) >= self._plan.min_np:
                 return hosts
-            state = f"{as_text(hosts) or 'no host'} answers, and --min-np is {self._plan.min_np}"
+            state = f"{as_text(hosts) or 'no host'} responds, and --min-np is {self._plan.min_np}"
             if time.monotonic() > deadline:
-                _say(f"the end: after {self._plan.wait:.0f} s only {state}")
+                _say(f"giving up: after {self._plan.wait:.0f} s only {state}")
                 raise Stop(code)
-            if state != said:
+            if state != logged:
                 _say(f"waiting for hosts: only {state}")
-                said = state
+                logged = state
             self._requests.pause(1.0)
 
     def _one_start(self, hosts: Sequence[Host]) -> _Ended:
         plan = self._plan
         names = [host.name for host in hosts]
         for host in end_orphans(names, str(plan.run)):
-            _say(f"could not see on {host} whether an earlier start left processes")
+            _say(f"could not check on {host} whether an earlier start left processes")
         job = first_slots(hosts, plan.max_np or total_slots(hosts))
         step = run_progress.newest_checkpoint(plan.run)
         _say(f"starting {total_slots(job)} ranks on {as_text(job)} from step {step}")
@@ -271,15 +271,18 @@ class Supervisor:
                 pace.saw(now, run_progress.newest_step(self._plan.run))
             silent = watch.silent(_SILENT_SECONDS)
             if silent and not reported:
-                _say(f"no answer from {', '.join(silent)}; the run continues while it makes steps")
+                _say(
+                    f"no response from {', '.join(silent)}; the run continues while steps are "
+                    "completed"
+                )
             reported = bool(silent)
             seconds = pace.stall_seconds(saving=asked)
             if pace.stalled(now, saving=asked) and (lost := watch.silent(seconds)):
-                _say(f"no answer from {', '.join(lost)} and no step for {seconds:.0f} s")
+                _say(f"no response from {', '.join(lost)} and no step for {seconds:.0f} s")
                 launcher.kill()  # it would wait for the silent hosts
                 return EXIT_CRASH, False
             if not asked and self._can_grow(watch, job, began_at):
-                _say("more hosts answer: the ranks write a checkpoint and start again")
+                _say("more hosts respond: the ranks write a checkpoint and restart")
                 launcher.send(signal.SIGUSR1)
                 regrow = asked = True
             self._requests.tick()
@@ -296,8 +299,8 @@ class Supervisor:
             return
         words = run_progress.last_errors(self._plan.run, ended.began)
         lines = [f"  {line}" for line in [*words, *ended.last_lines]]
-        said = f"the end, exit code {ended.code}: {reason}"
-        _say("\n".join([f"{said}; its last words:", *lines]) if lines else said)
+        message = f"ended with exit code {ended.code}: {reason}"
+        _say("\n".join([f"{message}; its last output:", *lines]) if lines else message)
 
 
 def _say(message: str) -> None:

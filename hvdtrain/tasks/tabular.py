@@ -145,14 +145,14 @@ class Tabular:
         with torch.no_grad():
             scores = model.predict(codes, fractions).double()
         if self._classes:
-            said = [self._classes[number] for number in scores.argmax(1).tolist()]
+            predictions = [self._classes[number] for number in scores.argmax(1).tolist()]
             actual = [self._classes[int(number)] for number in labels.tolist()]
         else:
-            said = [f"{x * label.deviation + label.mean:.4g}" for x in scores[:, 0].tolist()]
+            predictions = [f"{x * label.deviation + label.mean:.4g}" for x in scores[:, 0].tolist()]
             actual = [f"{x:.4g}" for x in labels.tolist()]
         return ", ".join(
             f"{label.name} {real} predicted as {guess}"
-            for real, guess in zip(actual, said, strict=True)
+            for real, guess in zip(actual, predictions, strict=True)
         )
 
 

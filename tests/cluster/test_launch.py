@@ -27,8 +27,8 @@ def test_added_host_that_cannot_train_is_excluded(cluster: Cluster, runs: Path) 
     supervised = Supervised(cluster, runs, f"--hostfile {hostfile}", f"{model} --train.steps 9999")
     supervised.wait_for_step(5)
     hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
-    supervised.job.wait_for("more hosts answer", 60)
-    supervised.job.wait_for("node2 is left out for a while", 60)
+    supervised.job.wait_for("more hosts respond", 60)
+    supervised.job.wait_for("node2 is excluded for a while", 60)
     reached = supervised.lines()[-1]["step"]
     supervised.wait_for_step(reached + 5)
     os.kill(supervised.supervisor(), signal.SIGTERM)
@@ -45,7 +45,7 @@ def test_run_ends_after_three_failed_attempts_and_shows_the_error(
     done = supervised.job.wait(TEST_SECONDS)
     assert done.returncode == 1, done
     assert len(supervised.starts()) == 3, done
-    end = done.stderr.partition("the end, exit code 1: it failed 3 times in a row after step 4")[2]
+    end = done.stderr.partition("ended with exit code 1: it failed 3 times in a row after step 4")[2]
     assert "rank 1 on node2: RuntimeError: injected failure" in end, done
 
 
@@ -155,7 +155,7 @@ def test_run_survives_failed_probes_while_it_completes_steps(
     cluster.resolve(["node1"])
     os.kill(sshd, signal.SIGSTOP)
     try:
-        supervised.job.wait_for("no answer from node2; the run continues", 15)
+        supervised.job.wait_for("no response from node2; the run continues", 15)
         time.sleep(7)  # longer than a host may be silent without a step
     finally:
         os.kill(sshd, signal.SIGCONT)

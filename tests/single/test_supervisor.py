@@ -127,8 +127,8 @@ def test_silent_host_ends_a_start_only_if_no_step_is_completed(
     watching.join(10)
     assert killed.is_set() and ended == [(1, False)]
     said = capsys.readouterr().err
-    assert said.count("no answer from b; the run continues while it makes steps") == 1
-    assert "no answer from b and no step for" in said
+    assert said.count("no response from b; the run continues while steps are completed") == 1
+    assert "no response from b and no step for" in said
 
 
 # --- what is started

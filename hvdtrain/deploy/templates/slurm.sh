@@ -73,8 +73,8 @@ launcher=$!
 
 # Only this script receives SIGUSR1; srun and mpirun forward it to every rank. SIGTERM means that
 # Slurm ends the job: Slurm signals the ranks itself, and has decided whether the job is requeued.
-told='' ended=''
-trap 'interrupted=yes told=yes; kill -USR1 "$launcher" 2>/dev/null || true' USR1
+asked='' ended=''
+trap 'interrupted=yes asked=yes; kill -USR1 "$launcher" 2>/dev/null || true' USR1
 trap 'interrupted=yes ended=yes' TERM
 while :; do
     interrupted='' code=0
@@ -87,7 +87,7 @@ done
 preempted() {
     [ "$code" = 75 ] && return
     [ "$code" -gt 128 ] || return
-    [ -n "$told" ] || [[ $(scontrol show job "$SLURM_JOB_ID") =~ PreemptTime=[1-9] ]]
+    [ -n "$asked" ] || [[ $(scontrol show job "$SLURM_JOB_ID") =~ PreemptTime=[1-9] ]]
 }
 [ -z "$ended" ] && preempted || exit "$code"
 by_hand="continue with: sbatch {{ file }} --run.id {{ job.run_id or "slurm-$SLURM_JOB_ID" }} ..."

@@ -45,7 +45,8 @@ def test_run_ends_after_three_failed_attempts_and_shows_the_error(
     done = supervised.job.wait(TEST_SECONDS)
     assert done.returncode == 1, done
     assert len(supervised.starts()) == 3, done
-    end = done.stderr.partition("ended with exit code 1: it failed 3 times in a row after step 4")[2]
+    reason = "ended with exit code 1: it failed 3 times in a row after step 4"
+    end = done.stderr.partition(reason)[2]
     assert "rank 1 on node2: RuntimeError: injected failure" in end, done
 
 

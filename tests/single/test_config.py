@@ -214,7 +214,7 @@ def test_configuration_error_is_reported_before_torch_is_imported() -> None:
     assert len(said) == 1 and said[0].startswith("hvdtrain: error: batch.global_size 32"), said
 
 
-def test_configuration_error_on_rank_1_alone_is_reported() -> None:
+def test_configuration_error_on_rank_1_only_is_reported() -> None:
     # No rank 0 reports it, so this rank does after waiting for it.
     done = _run("--optim.lrr", "1", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
     assert (done.returncode, done.stdout) == (2, "")

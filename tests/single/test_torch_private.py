@@ -135,7 +135,7 @@ def test_attention_on_a_cpu_calls_the_operator_that_checkpointing_keeps() -> Non
 
 
 @pytest.mark.smoke
-def test_storages_are_told_apart_by_their_number() -> None:
+def test_storages_are_distinguished_by_their_number() -> None:
     for device in ("cpu", "meta"):
         one, other = torch.empty(4, device=device), torch.empty(4, device=device)
         number = one.untyped_storage()._cdata
@@ -159,7 +159,7 @@ def test_parallel_styles_are_applied_by_the_method_that_hvdtrain_overrides() -> 
 
 
 @pytest.mark.smoke
-def test_foreach_operations_have_the_bits_of_a_loop() -> None:
+def test_foreach_operations_equal_a_loop_bitwise() -> None:
     tensors = [torch.randn(n) for n in (1, 7, 1000)]
     for factor in (0.3, torch.tensor(0.3)):
         found = [t.clone() for t in tensors]

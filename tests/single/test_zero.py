@@ -188,7 +188,7 @@ def test_copies_of_a_shard_are_on_different_hosts(hosts: str) -> None:
     assert ShardMap.even(SIZES, hosts, 2).sole_hosts(hosts) == []
 
 
-def test_host_that_alone_holds_a_shard_is_named() -> None:
+def test_only_host_of_a_shard_is_named() -> None:
     assert ShardMap.even(SIZES, "aaab", 2).sole_hosts("aaab") == ["a"]
 
 

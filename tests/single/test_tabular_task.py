@@ -39,7 +39,7 @@ from hvdtrain.tasks.tabular import Tabular, of_classes, of_numbers
 from hvdtrain.tasks.tabular_data import buffers, read_columns
 from tests.support.datasets import KEYS, sales, write
 
-FEATURES = ("day", "cost", "color", "shop", "number", "country")
+FEATURES = ("day", "cost", "colour", "shop", "number", "country")
 WANTED = Wanted(FEATURES, "sold", "day", 0.2)
 
 
@@ -71,7 +71,7 @@ def test_csv_lines_across_chunk_boundaries_are_read_once(
     assert parts.kinds == whole.kinds and (part_bytes > 1000 or len(parts.parts) > 10)
     for name in ("cost", "day.month", "day.weekday", "price"):
         np.testing.assert_allclose(_read(parts, name), _read(whole, name))
-    for name in ("color", "shop", "number", "sold"):
+    for name in ("colour", "shop", "number", "sold"):
         assert _read(parts, name) == _read(whole, name), name
 
 
@@ -171,7 +171,7 @@ def test_codes_and_fractions_decode_to_the_original_cells(tmp_path: Path) -> Non
             known = {None, *column.categories}
             assert [names[code] for code in own] == [t if t in known else "?" for t in texts]
             assert unseen[column.name] == int((own == UNSEEN).sum())
-    assert unseen["shop"] > 10 and unseen["color"] == 0
+    assert unseen["shop"] > 10 and unseen["colour"] == 0
 
 
 def test_prediction_is_continuous_at_bin_edges() -> None:
@@ -192,7 +192,7 @@ def test_labels_are_not_features_and_unlabeled_rows_are_omitted(tmp_path: Path) 
     assert task._data is not None
     names = {column.name for column in task._data.columns.features}
     assert names == {
-        "day.year", "day.month", "day.day", "day.weekday", "cost", "color", "shop", "number",
+        "day.year", "day.month", "day.day", "day.weekday", "cost", "colour", "shop", "number",
     }  # fmt: skip
     notes = " | ".join(task._data.notes)
     assert "training rows have no sold and are omitted" in notes

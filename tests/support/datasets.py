@@ -37,7 +37,7 @@ def sales(rows: int = 600) -> pa.Table:
     columns: dict[str, Any] = {
         "day": [first + datetime.timedelta(days=int(day)) for day in days],
         "cost": [None if gone else float(x) for x, gone in zip(price, unknown[0], strict=True)],
-        "color": [None if gone else x for x, gone in zip(colors, unknown[1], strict=True)],
+        "colour": [None if gone else x for x, gone in zip(colors, unknown[1], strict=True)],
         "shop": shops,
         "number": draw.integers(1000, 1005, rows),
         "country": ["here"] * rows,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from hvdtrain.config import parse
 from hvdtrain.data.order import sample_order
 from hvdtrain.data.tokens import TokenWindows
 from hvdtrain.run.data import build_data
-from tests.support.job import Job
-from tests.support.runs import CORPUS, TRAIN, environment, losses, metrics, run, weights
+from tests.support.job import Finished, Job
+from tests.support.runs import CORPUS, environment, forked_train, losses, metrics, start, weights
 from tests.support.transformer_directories import answers, labeled, make
 
 STEPS, GLOBAL, MICRO, CONTEXT, LR, SEED = 8, 12, 2, 24, 2e-3, 1234
@@ -26,6 +27,7 @@ COMMON = (
     f" --optim.lr {LR} --schedule.name constant --schedule.warmup_steps 0"
     " --checkpoint.every 4 --eval.every 4 --telemetry.port 0"
 )
+PRELOAD = "tests.support.loaded_transformers"
 # Prompts and texts of different lengths: padding, and different token counts per micro-batch.
 LEARNT = {
     "llama": f"--huggingface.context {CONTEXT} --data.train {CORPUS}",
@@ -40,9 +42,14 @@ def _flags(root: Path, layout: str) -> list[str]:
     return f"{model} {learnt} {COMMON} --run.root {root}".split()
 
 
+def _run(root: Path, flags: Sequence[str], launcher: str) -> Finished:
+    command = forked_train(int(launcher.partition(":")[2] or 1), PRELOAD)
+    return start(root / "output", flags, launcher, command=command).wait(180)
+
+
 def _train(root: Path, layout: str, name: str, launcher: str = "", *more: str) -> Path:
     flags = [*_flags(root, layout), "--run.id", name, *more]
-    done = run(root / "output", flags, launcher, timeout=180)
+    done = _run(root, flags, launcher)
     assert done.returncode == 0, done
     (root / f"{name}.stdout").write_text(done.stdout)
     return root / name
@@ -126,7 +133,7 @@ def test_lora_loss_curve_is_unchanged_after_rank_is_killed(root: Path) -> None:
         "killed",
     ]
     env = environment({"HVDTRAIN_TEST_KILL": "2:7"})  # of 2 micro-batches in each step
-    command = [*launcher, *TRAIN, *_flags(root, "gpt2"), *task]
+    command = [*launcher, *forked_train(3, PRELOAD), *_flags(root, "gpt2"), *task]
     done = Job([], command, env, root / "killed-job").wait(180)
     assert done.returncode == 0, done
     _assert_same_curve(root / "killed", root / "alone-gpt2")
@@ -235,7 +242,7 @@ def test_invalid_data_line_is_reported_once_across_ranks(root: Path) -> None:
     bad = root / "bad.jsonl"
     bad.write_text("\n".join([*lines[:4], '{"prompt": "x"}', *lines[5:]]))
     flags = [*_flags(root, "gpt2"), "--run.id", "bad", "--data.train", str(bad)]
-    done = run(root / "output", flags, "mpirun:2", timeout=120)
+    done = _run(root, flags, "mpirun:2")
     assert done.returncode == 2 and "Traceback" not in done.stderr, done
     assert done.stderr.count(f"{bad}: line 5: no key 'answer', only prompt;") == 1, done
 

@@ -38,9 +38,8 @@ def _run(directory: Path, arguments: str, launcher: str = "", late: int = 9) -> 
     slow.touch()
     env = {"HVDTRAIN_TEST_LAG": f"{late}:0.02:{slow}", "HVDTRAIN_TEST_PACE": "0.05"}
     where = ["--run.root", str(directory), "--run.id", "run"]
-    # Not forked: Lagging reads its rank from the environment at the process's start.
     flags = [*PACED.split(), *where, *arguments.split()]
-    done = runs.start(directory, flags, launcher, env).wait(120)
+    done = runs.run(directory, flags, launcher, env)
     assert done.returncode == 0, done
     return done
 

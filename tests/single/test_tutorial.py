@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.audit.report import audit
+from tests.support import warm
 from tests.support.job import Finished, Job
 from tests.support.runs import REPOSITORY, environment, losses
 
@@ -30,16 +31,24 @@ def _blocks() -> list[tuple[str, str]]:
     return found
 
 
-def _environment() -> Mapping[str, str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+@pytest.fixture
+def env(tmp_path: Path) -> Mapping[str, str]:
+    """As after the activation of the environment; `python -m` forks its process, see warm.py."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    python = directory / "python"
+    forked = f'[ "$1" = -m ] && exec {warm.python(2)} "$@"'
+    python.write_text(f'#!/bin/sh\n{forked}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    path = f"{directory}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     slots = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none"}
     return environment({"PATH": path, **root, **slots})
 
 
-def _run(script: str, directory: Path) -> Finished:
+def _run(script: str, directory: Path, env: Mapping[str, str]) -> Finished:
     argv = ["bash", "-e", "-o", "pipefail", "-c", f"cd {directory}\n{script}"]
-    job = Job([], argv, _environment(), directory / "job")
+    job = Job([], argv, env, directory / "job")
     try:
         if SERVE in script:
             job.wait_for("until Ctrl-C", 60)
@@ -51,7 +60,9 @@ def _run(script: str, directory: Path) -> Finished:
     return done
 
 
-def test_tutorial_commands_run_and_print_the_output_it_shows(tmp_path: Path) -> None:
+def test_tutorial_commands_run_and_print_the_output_it_shows(
+    tmp_path: Path, env: Mapping[str, str]
+) -> None:
     blocks = [content for language, content in _blocks() if language == "yaml"]
     (tmp_path / "tutorial.yaml").write_text("".join(blocks))
     said = ""
@@ -64,7 +75,7 @@ def test_tutorial_commands_run_and_print_the_output_it_shows(tmp_path: Path) -> 
         elif content.rstrip().endswith("&"):
             pending = content  # in one shell with the block that waits for it
         elif language == "bash":
-            done = _run(pending + content, tmp_path)
+            done = _run(pending + content, tmp_path, env)
             said, pending = done.stdout + done.stderr, ""
     _check(tmp_path / "runs", tmp_path)
 

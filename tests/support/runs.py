@@ -80,9 +80,9 @@ def run(
     return start(directory, arguments, launcher, env, command).wait(timeout)
 
 
-def forked_train(ranks: int) -> list[str]:
+def forked_train(ranks: int, preload: str = "") -> list[str]:
     """`TRAIN` with ranks that are forked: see warm.py."""
-    return [warm.python(ranks), *TRAIN[1:]]
+    return [warm.python(ranks, preload), *TRAIN[1:]]
 
 
 def train(

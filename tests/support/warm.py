@@ -42,15 +42,16 @@ _PRELOAD = [
 ]
 
 
-def python(ranks: int) -> str:
+def python(ranks: int, preload: str = "") -> str:
     """Return the path of a command to be followed by -m MODULE, or a script, and its flags.
 
     Args:
         ranks: number of ranks of the job.
+        preload: a module that the ranks have imported, too; each has parents of its own.
     """
     for number in range(min(_PARENTS, ranks)):
-        _parent(number)
-    return str(_directory() / "python")
+        _parent(number, preload)
+    return str(_directory(preload) / "python")
 
 
 def write_command(path: Path, sockets: Path, parents: int) -> None:
@@ -67,20 +68,24 @@ def write_command(path: Path, sockets: Path, parents: int) -> None:
 
 
 def start_parent(
-    socket_path: Path, environment: Mapping[str, str], prefix: Sequence[str] = ()
+    socket_path: Path,
+    environment: Mapping[str, str],
+    prefix: Sequence[str] = (),
+    preload: str = "",
 ) -> subprocess.Popen[bytes]:
     """Start a parent, which ends with this process; early clients wait until it has imported torch.
 
     Args:
         socket_path: as this process sees it.
         prefix: a command that runs another one elsewhere.
+        preload: as of `python`.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(socket_path))
         listener.listen(64)
         words = [sys.executable, "-m", "tests.support.warm", str(listener.fileno())]
         return subprocess.Popen(
-            [*prefix, *words, " " * _ROOM],
+            [*prefix, *words, preload + " " * _ROOM],
             stdin=subprocess.PIPE,  # closed when this process ends, however it ends
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
@@ -96,7 +101,7 @@ def start_parent(
 
 
 @functools.cache
-def _directory() -> Path:
+def _directory(preload: str) -> Path:
     directory = Path(tempfile.mkdtemp(prefix="warm-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     write_command(directory / "python", directory, _PARENTS)
@@ -104,8 +109,8 @@ def _directory() -> Path:
 
 
 @functools.cache
-def _parent(number: int) -> subprocess.Popen[bytes]:
-    return start_parent(_directory() / str(number), os.environ)
+def _parent(number: int, preload: str) -> subprocess.Popen[bytes]:
+    return start_parent(_directory(preload) / str(number), os.environ, preload=preload)
 
 
 class Parent:
@@ -216,11 +221,11 @@ def _seem(words: Sequence[str], environment: Sequence[str]) -> None:
         ctypes.memmove(begin, content, min(len(content), end - begin - 1))
 
 
-def main(descriptor: str) -> None:
+def main(descriptor: str, preload: str) -> None:
     from hvdtrain.train import _load_run
 
     _load_run()
-    for module in _PRELOAD:
+    for module in (*_PRELOAD, *preload.split()):
         importlib.import_module(module)
     connection = Parent(socket.socket(fileno=int(descriptor))).serve()
     if connection is None:
@@ -237,4 +242,4 @@ def main(descriptor: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:3])

@@ -1,9 +1,9 @@
 """Elastic driver inside horovodrun: starts and ends processes, and forms their generations.
 
 Horovod's launcher loads the driver through the entry point horovod.elastic_driver and uses it for
-hvdtrain's commands. Processes, heartbeats and discovery report events to the driver, from their
-threads. The driver's own thread calls `decide` (decisions.py) at each event, and performs the
-actions that it returns.
+hvdtrain's commands. Processes, heartbeats and discovery report events, which change the state of
+the job (`JobState`). After an event, and as time passes, the driver calls `decide` (decisions.py),
+and performs the actions that it returns (`_act`, `_perform`).
 
 When a rank is lost:
 
@@ -70,7 +70,7 @@ from hvdtrain.untrusted import printable_lines
 # Seconds between discoveries: while ranks are missing, and while none is missing. Starting the
 # script is most of its cost.
 _DISCOVERY_SECONDS = (1.0, 5.0)
-_LOOK_SECONDS = 0.25  # without an event, because time alone makes some actions due
+_LOOK_SECONDS = 0.25  # without an event: time alone makes some actions due
 _JOIN_SECONDS = 15.0  # for the threads of ended processes, at the end of the job
 _REPORT_SECONDS = 3.0  # from the start of the wait for slots to the first message about it
 _DEFAULT_TIMEOUT = 600
@@ -226,26 +226,26 @@ class ElasticDriver:
     # --- the driver's thread -------------------------------------------------
 
     def _run(self) -> None:
-        """Decide and act at each event, and every _LOOK_SECONDS; the driver's main thread."""
+        """Act when a process requests ranks or the hosts change, and every _LOOK_SECONDS."""
         while not self._finished.is_set():
             with self._changed:
-                try:
-                    acted = self._look()
-                except Exception:  # a bug in the driver must not leave the job without one
-                    _say(f"error in the elastic driver:\n{traceback.format_exc()}")
-                    self._kill(EXIT_CRASH)
-                    self._finish(self._state.exit_code)
-                    return
-                if not acted:
-                    self._changed.wait(_LOOK_SECONDS)
+                self._act()
+                self._changed.wait(_LOOK_SECONDS)
 
-    def _look(self) -> bool:
-        """Perform the actions that are due; return whether there were any."""
-        now = time.monotonic()
-        actions = decide(self._state, now)
-        for action in actions:
-            self._perform(action, now)
-        return bool(actions)
+    def _act(self) -> None:
+        """Perform the actions that are due."""
+        try:
+            while not self._finished.is_set():
+                now = time.monotonic()
+                actions = decide(self._state, now)
+                for action in actions:
+                    self._perform(action, now)
+                if not actions:
+                    return
+        except Exception:  # a bug in the driver must not leave the job without one
+            _say(f"error in the elastic driver:\n{traceback.format_exc()}")
+            self._kill(EXIT_CRASH)
+            self._finish(self._state.exit_code)
 
     def _perform(self, action: Action, now: float) -> None:
         if action.message:
@@ -292,7 +292,7 @@ class ElasticDriver:
         with self._changed:
             if self._heartbeats is not None:
                 self._heartbeats.drop(process.number)
-            self._report(self._state.exited(process, code, time.monotonic()))
+            self._act_on(self._state.exited(process, code, time.monotonic()))
 
     def _begin_generation(self, action: FormGeneration) -> None:
         """Give processes their ranks, which `join` returns to them."""
@@ -317,11 +317,11 @@ class ElasticDriver:
         self._answers.update(answers)
         self._answered.notify_all()
 
-    def _report(self, message: str) -> None:
-        """Report an event: print its message, and let the driver's thread decide."""
+    def _act_on(self, message: str) -> None:
+        """Print the message of an event, and act on the event at once."""
         if message:
             _say(message)
-        self._changed.notify_all()
+        self._act()
 
     # --- requests of processes, through rendezvous.py ----------------------
 
@@ -380,21 +380,21 @@ class ElasticDriver:
         with self._changed:
             process = self._record_request(number)
             if process is not None:
-                self._report(self._state.is_replaced(process, message, time.monotonic()))
+                self._act_on(self._state.is_replaced(process, message, time.monotonic()))
 
     def leave(self, number: int, message: str) -> None:
         """Retire the host of a process before it is taken away."""
         with self._changed:
             process = self._record_request(number)
             if process is not None:
-                self._report(self._state.host_leaves(process, message, time.monotonic()))
+                self._act_on(self._state.host_leaves(process, message, time.monotonic()))
 
     def stuck(self, number: int, message: str) -> None:
         """Give up a process that hangs and that its watchdog cannot end."""
         with self._changed:
             process = self._state.process(number)
             if process is not None:
-                self._report(
+                self._act_on(
                     self._state.given_up(process, message, time.monotonic(), must_end=False)
                 )
 
@@ -471,7 +471,7 @@ class ElasticDriver:
                 f"{silence.bound:.2f} s, phi {silence.phi:.0f})"
             )
             self._silent.append(f"{process} {what}")
-            self._report(self._state.given_up(process, what, time.monotonic(), must_end=True))
+            self._act_on(self._state.given_up(process, what, time.monotonic(), must_end=True))
             return True
 
     def on_return(self, silence: Silence) -> None:

@@ -100,7 +100,8 @@ class Decisions(RuleBasedStateMachine):
         self.absent: Counter[str] = Counter()  # discoveries in a row without a host
         self.noticed: set[str] = set()  # hosts with a notice, until a discovery misses them
         self.slots = dict(hosts)  # usable
-        self.generation = -1
+        self.generation = -1  # the newest that was checked
+        self.said = 0  # messages that were checked
         self.broken = False  # the generation cannot complete a step
         self.newest = 0  # steps that the current generation began with
         np = min(sum(hosts.values()), self.max_np)
@@ -122,7 +123,7 @@ class Decisions(RuleBasedStateMachine):
         rank.phase, rank.since = phase, self.job.now
 
     def _adopt(self) -> None:
-        """Check the processes that the driver has just started, and what it asks to end."""
+        """Check processes that were just started, refused or asked to end, and generations."""
         for process in self.job.state.processes[len(self.ranks) :]:
             assert process.slot < self.slots.get(process.host, 0), f"{process} on an excluded host"
             peers = [
@@ -138,6 +139,10 @@ class Decisions(RuleBasedStateMachine):
         for rank in self.ranks.values():
             if rank.phase != "gone" and rank.number in self.job.ended:
                 assert rank.may_end, f"{rank} was healthy and was ended"
+        said, self.said = self.said, len(self.job.messages)
+        self._check_refusals(self.job.messages[said:])
+        for generation in self.job.formed[self.generation + 1 :]:
+            self._check_generation(generation)
 
     def _lost(self, rank: Rank) -> bool:
         return self.job.state.processes[rank.number].state == "lost"
@@ -365,6 +370,7 @@ class Decisions(RuleBasedStateMachine):
         self.job.replace(rank.number, "it had part 0 of the model")
         rank.exclude("replaced")
         self._become(rank, "ending")
+        self._adopt()
 
     @precondition(_running)
     @rule(index=st.integers(0, 8))
@@ -455,12 +461,8 @@ class Decisions(RuleBasedStateMachine):
                 rank.exclude("it had to leave")
             elif rank.phase == "starting" and now - rank.since > TIMEOUT:
                 rank.may_end.append("never asked")
-        formed, said = len(self.job.formed), len(self.job.messages)
         self.job.consider(seconds)
         self._adopt()
-        self._check_refusals(self.job.messages[said:])
-        for generation in self.job.formed[formed:]:
-            self._check_generation(generation)
         for rank in self._live("asking"):
             if not rank.hangs:
                 self._poll(rank)

@@ -21,7 +21,7 @@ from hvdtrain.elastic.processes import TrainingProcess, assign, describe, in_ord
 from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity, ProcessStatus
 from hvdtrain.run.generation import RankStatus, all_equal, most_advanced
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
-from tests.support.driver_fakes import Rendezvous
+from tests.support.driver_fakes import Rendezvous, SteppedDriver
 
 IDENTITY = Identity("cpu", "digest", 100, None)
 PLACES = st.lists(
@@ -398,6 +398,22 @@ def test_loss_of_all_hosts_ends_the_job_with_exit_code_1(job: Callable[..., Job]
     running.exits |= {0: 255, 1: 255}
     results = running.driver.get_results().worker_results
     assert [result[0] for result in results.values()] == [1]
+
+
+def test_driver_notifies_the_other_ranks_of_a_lost_one_at_once() -> None:
+    job = SteppedDriver({"a": 3}, np=3, min_np=1, max_np=3, timeout=600)
+    try:
+        for _ in range(2):
+            for number in (0, 1, 2):
+                job.join(number, ProcessStatus(IDENTITY))
+            job.consider(0.0)
+        heartbeats: Any = job.driver._heartbeats
+        job.exit(1, 137)
+        assert heartbeats.over == [(0, [0, 2])] and job.rendezvous.generations == [0, -1]
+        job.fall_silent(2)
+        assert heartbeats.over[1:] == [(0, [0])] and job.ended == {2}
+    finally:
+        job.close()
 
 
 def test_job_continues_while_discovery_fails(

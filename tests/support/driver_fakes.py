@@ -59,16 +59,21 @@ class Rendezvous:
 
 
 class _Heartbeats:
-    """Replacement of HeartbeatReceiver: nothing is sent or received."""
+    """Replacement of HeartbeatReceiver: nothing is sent or received.
+
+    Attributes:
+        over: generations that were announced to be over, and to whom.
+    """
 
     def __init__(self, port: int, secret: bytes) -> None:
+        self.over: list[tuple[int, list[int]]] = []
         self.detector = SimpleNamespace(longest=0.0, phi=0.0)
 
     def listen(self, listener: object) -> None:
         pass
 
     def announce_over(self, numbers: Iterable[int], generation: int) -> None:
-        pass
+        self.over.append((generation, list(numbers)))
 
     def begin(self, ranks: Iterable[int]) -> None:
         pass
@@ -255,6 +260,7 @@ class SteppedDriver:
         self.found = dict(hosts)
         self.formed: list[Formed] = []
         self.rendezvous = Rendezvous()
+        self._seen = 0  # generations of the rendezvous that were recorded
         self._discovery_fails = False
         self._codes: dict[int, int] = {}
         self._patches = ExitStack()
@@ -277,8 +283,6 @@ class SteppedDriver:
         )
         self.state = self.driver._state
         self.news, self.failed = self.driver.news, self.driver.failed
-        self.replace, self.leave = self.driver.replace, self.driver.leave
-        self.stuck = self.driver.stuck
         self.discover()
         self.driver.start(np, self._create)
 
@@ -310,13 +314,13 @@ class SteppedDriver:
     def consider(self, seconds: float) -> None:
         """Let `seconds` pass, and the driver perform all actions that are due."""
         self.now += seconds
-        seen = len(self.rendezvous.generations)
-        for _ in range(_MOST_LOOKS):
-            with self.driver._changed:
-                if not self.driver._look():
-                    break
-        else:
-            raise AssertionError("the decisions do not end")
+        with self.driver._changed:
+            self.driver._act()
+        self._record_generations()
+
+    def _record_generations(self) -> None:
+        """Record new generations, as the rendezvous and the answers to processes show them."""
+        seen, self._seen = self._seen, len(self.rendezvous.generations)
         generations = self.rendezvous.generations[seen:]
         for number, plan in zip(generations, self.rendezvous.plans[seen:], strict=True):
             if number >= 0:
@@ -327,10 +331,26 @@ class SteppedDriver:
     def join(self, number: int, status: ProcessStatus) -> dict[str, Any] | None:
         return self.driver.join(number, 0.0, asdict(status))
 
+    # The driver acts on each of these events at once.
+
+    def replace(self, number: int, message: str) -> None:
+        self.driver.replace(number, message)
+        self._record_generations()
+
+    def leave(self, number: int, message: str) -> None:
+        self.driver.leave(number, message)
+        self._record_generations()
+
+    def stuck(self, number: int, message: str) -> None:
+        self.driver.stuck(number, message)
+        self._record_generations()
+
     def exit(self, number: int, code: int) -> None:
-        """A process ends."""
         self._codes[number] = code
         self.driver._threads[number].run()
+        self._record_generations()
 
     def fall_silent(self, number: int) -> bool:
-        return self.driver.on_silence(Silence(number, seconds=2.0, bound=1.0, phi=9.0))
+        given_up = self.driver.on_silence(Silence(number, seconds=2.0, bound=1.0, phi=9.0))
+        self._record_generations()
+        return given_up

@@ -31,8 +31,9 @@ def load_model(run: Path) -> nn.Module:
     other = {name for name, _ in shapes.items() ^ found.items()}
     if other:
         raise UserError(
-            f"{run}: {len(other)} tensors of its checkpoint are not those of the model that task "
-            f"{settings.config.task} makes now, such as {min(other)}: has its code or data changed?"
+            f"{run}: {len(other)} tensors of its checkpoint differ from the model that task "
+            f"{settings.config.task} creates now, such as {min(other)}: has its code or data "
+            "changed?"
         )
     for name, tensor in own.items():
         tensor.copy_(tensors[name])

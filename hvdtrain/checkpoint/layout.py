@@ -220,7 +220,7 @@ def delete(directory: Path) -> None:
 
 
 def delete_leftovers(root: Path) -> None:
-    """Delete the hidden directories of dead processes; keep those of running processes."""
+    """Delete the hidden directories of dead processes; keep running processes' directories."""
     for directory in root.glob(".step_*.tmp"):
         if _is_left(directory):
             delete(directory)

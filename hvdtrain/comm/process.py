@@ -68,7 +68,7 @@ class UserCollectives:
             return
         if environment.elastic():
             raise CollectiveError(
-                f"comm.{function}: a script of one's own cannot be elastic; start it with a fixed "
+                f"comm.{function}: a user script cannot be elastic; start it with a fixed "
                 "number of ranks (horovodrun -np 2 python script.py), or train a task with "
                 "hvdtrain.train"
             )

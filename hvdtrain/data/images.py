@@ -92,7 +92,7 @@ def class_directories(
 
     Args:
         data: training data; a fraction is split off for validation if `validation` is None.
-        validation: its class directories must be among those of `data`.
+        validation: its class directories must also be in `data`.
         size: pixels that the model sees.
 
     Raises:

@@ -55,7 +55,7 @@ class _Plan:
     Args:
         files: files without an up-to-date index, and their heads
         ranges: (number in `files`, start, stop, rank that scans it)
-        tag: distinguishes the temporary files of this run from those of another
+        tag: distinguishes the temporary files of this run from another run's
     """
 
     files: list[tuple[Path, Indices]]

@@ -4,7 +4,8 @@ The random numbers drawn while a micro-batch is loaded depend only on its place 
 generators are seeded for each micro-batch, on whatever rank or in whatever process loads it.
 
 Map-style datasets are read by sample number, optionally by worker processes. Iterable datasets are
-read from beginning to end in their own order: each rank reads all samples and keeps those of its
+read from beginning to end in their own order: each rank reads all samples and keeps the samples of
+    its
 micro-batches, so the global batch does not depend on the world size.
 """
 
@@ -255,7 +256,7 @@ def has_own_order(dataset: object) -> TypeGuard[IterableDataset[Any]]:
 
 
 class IterableBatches(IterableDataset[Any]):
-    """Endless micro-batches of a run from a position on: None for those of other ranks.
+    """Endless micro-batches of a run from a position on: None for other ranks' micro-batches.
 
     Args:
         samples: start position, in samples since the run's first; a step begins there.

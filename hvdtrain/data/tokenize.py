@@ -99,7 +99,7 @@ class TokenizePlan:
         files: (split, path, rank that tokenizes it), in the order of the result
         cut: there is one file, and its end becomes the validation data
         meta: content of tokens.json
-        tag: distinguishes the temporary files of this run from those of another
+        tag: distinguishes the temporary files of this run from another run's
     """
 
     out: Path

@@ -1,4 +1,4 @@
-"""Sequence of the checks: first those of each host, then those between hosts."""
+"""Sequence of the checks: first of each host, then between hosts."""
 
 from __future__ import annotations
 

@@ -515,7 +515,7 @@ class BatchStatistics:
         torch._foreach_copy_(self._start_of, self._before)
 
     def prepare(self) -> None:
-        """Reset the statistics to those of `begin`, before the forward pass of a micro-batch.
+        """Reset the statistics to the values at `begin`, before the forward pass of a micro-batch.
 
         Backward also changes the statistics if it recomputes activations.
         """

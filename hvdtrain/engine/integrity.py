@@ -123,7 +123,7 @@ class TensorHash:
         Args:
             tensors: tensors of any dtype on any devices.
             spread: additional tensors that are spread over several ranks: the sums of all their
-                blocks, see `whole_sums`. The digest is that of the whole tensors.
+                blocks, see `whole_sums`. The digest is the whole tensors' digest.
         """
         others = spread or {}
         names = sorted({*tensors, *others})

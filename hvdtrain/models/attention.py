@@ -54,7 +54,7 @@ def dropped_attention(
 
     For ranks that split the heads: the result equals dropout on one rank.
 
-    The random numbers of all heads are drawn, and those of this rank's heads are used. On a CPU
+    Random numbers are drawn for all heads, and the numbers for this rank's heads are used. On a CPU
     they equal the numbers that torch's attention draws, so the split model computes the same as the
     whole one. On a GPU the fused kernels draw different numbers.
 

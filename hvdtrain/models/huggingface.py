@@ -59,8 +59,8 @@ def from_huggingface(
     layout = facts["model_type"]
     if layout not in readers:
         raise UserError(
-            f"config.json is of {layout!r}; of Hugging Face's layouts, those of "
-            f"{' and '.join(readers)} are read"
+            f"config.json has the layout of {layout!r}; the layouts of {' and '.join(readers)} can "
+            "be read"
         )
     return readers[layout](config, facts, tensors)
 
@@ -149,7 +149,12 @@ def _from_gpt2(
     _check_facts(
         [
             ("n_head", facts.get("n_head"), "model.heads", config.heads),
-            ("activation_function", activation, "that of model.mlp gelu", _GPT2_ACTIVATION),
+            (
+                "activation_function",
+                activation,
+                "the activation of model.mlp gelu",
+                _GPT2_ACTIVATION,
+            ),
             ("layer_norm_epsilon", epsilon, "model.norm_eps", config.norm_eps),
         ]
     )
@@ -296,7 +301,7 @@ def _from_llama(
 
 
 def _check_llama(config: GPTConfig, facts: Mapping[str, Any]) -> None:
-    """Compare sizes and settings; defaults are those of transformers' LlamaConfig."""
+    """Compare sizes and settings; defaults are from transformers' LlamaConfig."""
     heads = facts.get("num_attention_heads", 32)
     rope = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -310,7 +315,12 @@ def _check_llama(config: GPTConfig, facts: Mapping[str, Any]) -> None:
                 "model.kv_heads",
                 config.key_heads,
             ),
-            ("hidden_act", facts.get("hidden_act", "silu"), "that of model.mlp swiglu", "silu"),
+            (
+                "hidden_act",
+                facts.get("hidden_act", "silu"),
+                "the activation of model.mlp swiglu",
+                "silu",
+            ),
             ("rms_norm_eps", facts.get("rms_norm_eps", 1e-6), "model.norm_eps", config.norm_eps),
             ("rope_theta", base, "model.rotary_base", config.rotary_base),
             ("rope_type", kind, "the one of model.positions rotary", "default"),

@@ -110,7 +110,7 @@ def _say_lost(components: RunComponents, checkpoint: Checkpoint | None, newest: 
     else:
         what, advice = "the state", "more frequent checkpoints (checkpoint.every) lose less"
     logger.warning(
-        "lost ranks held %s that no other rank has: from step %d the run goes back %s; %s",
+        "lost ranks held %s that no other rank has: from step %d the run returns %s; %s",
         what,
         newest,
         where,

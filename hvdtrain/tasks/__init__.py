@@ -55,7 +55,7 @@ class Task(Protocol):
     as ("tokens", 128); `sample` shows example output of the trained model; `param_groups(model)`
     returns the optimizer's groups: dicts of "params", and "lr_scale" (times the learning rate) and
     "weight_decay" (default: optim.weight_decay) if they differ; `blocks(model)` returns the
-    repeated modules, for compile.enabled (default: those of the largest nn.ModuleList);
+    repeated modules, for compile.enabled (default: the modules of the largest nn.ModuleList);
     `collate(samples)` makes a batch of a list of samples (default: torch's default_collate);
     `measures(rows)` computes an evaluation's metrics that are not means, by name, such as an AUC.
     Its argument contains the "rows" that `loss` returned, for all samples and ranks in the order of

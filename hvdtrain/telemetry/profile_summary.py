@@ -307,7 +307,7 @@ def _own_times(calls: list[dict[str, Any]]) -> Iterable[tuple[str, float]]:
 
 
 def to_json(sections: list[ProfileSection]) -> str:
-    """One JSON object; its fields are those of the classes above."""
+    """One JSON object with the fields of the classes above."""
     return json.dumps({"parts": [asdict(section) for section in sections]}, indent=1)
 
 

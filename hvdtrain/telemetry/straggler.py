@@ -51,7 +51,7 @@ class StragglerChange:
     """Change of state of ranks that have become slow, or are no longer slow.
 
     Args:
-        ranks: several for a stage, or for ranks that compute in step, which cannot be told apart.
+        ranks: several for a stage, or for indistinguishable ranks that compute in step.
         slow: False if the ranks are no longer slow.
         kind: data, compute or checkpoint: where most time is lost compared with the median.
         score: see `scores`; for a stage: shortest compute time of all stages / its own.
@@ -191,7 +191,7 @@ class StragglerWatch:
 def _together(
     changes: Sequence[StragglerChange], in_step: Iterable[tuple[int, ...]]
 ) -> list[StragglerChange]:
-    """Merge changes of ranks that compute in step and are all slow: they cannot be told apart."""
+    """Merge changes of slow ranks that compute in step, because they cannot be distinguished."""
     found = {change.ranks: change for change in changes}
     for ranks in in_step:
         own = [found.get((rank,)) for rank in ranks]

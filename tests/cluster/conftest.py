@@ -61,7 +61,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not root.exists():
             arguments = f"{PACED} --run.root {root} --run.id case".split()
-            # The schedule equals that of the disturbed runs, so all their steps are done here.
+            # The disturbed runs have the same schedule, so all their steps are done here.
             done = run(root / "output", arguments, env={"HVDTRAIN_TEST_PACE": "0"}, timeout=120)
             assert done.returncode == 0, done
     return metrics(root / "case")

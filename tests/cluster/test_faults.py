@@ -1,6 +1,6 @@
 """The table of faults: each is injected into a real elastic job on real hosts.
 
-No step is lost or done twice, and the losses equal those of an undisturbed run. `record_property`
+No step is lost or done twice, and the losses equal an undisturbed run's. `record_property`
 puts the measured seconds into the report (`pytest -rA`, junit).
 """
 

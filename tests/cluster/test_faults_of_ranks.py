@@ -148,7 +148,7 @@ def test_run_survives_a_discovery_gap_and_waits_for_required_ranks(
     running.job.wait_for("waiting for hosts", 30)
     running.set_hosts("node1:1 node2:1")
     running.wait_for_more(10, 30)
-    assert "ended (" not in running.job.output(), "the processes are those of before"
+    assert "ended (" not in running.job.output(), "the processes are the same as before"
     running.set_hosts("node1:1")
     running.wait_until(
         lambda: running.job.output().count("waiting for hosts") == 2, 30, "word of the launcher"

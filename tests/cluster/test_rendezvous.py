@@ -61,7 +61,7 @@ def test_launcher_refuses_requests_without_its_secret(
     running.wait_for_more(5, 30)
     assert {line["world_size"] for line in running.lines()} == {2}
     done = running.end()
-    # The first is logged, those of the next minute are not.
+    # The first request is logged, the requests of the next minute are not.
     assert re.findall(REFUSED, done.stderr) == [("GET /join/0", "1")], done
 
 

@@ -123,7 +123,7 @@ def test_run_reports_the_lost_steps_if_all_holders_of_a_shard_die(
     assert "had shard 0" not in done.stderr.replace(
         "is replaced by a new process: it had shard", ""
     )
-    assert re.search(r"from step \d+ the run goes back to its start", done.stderr)
+    assert re.search(r"from step \d+ the run returns to its start", done.stderr)
 
 
 def _failed_after(job: ElasticJob) -> list[int]:

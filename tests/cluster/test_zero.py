@@ -90,7 +90,7 @@ def test_run_returns_to_a_checkpoint_if_the_only_copy_of_a_shard_dies(
     running.kill(running.numbers("node2")[-1])
     start = running.wait_for_start(time.time(), 40)
     assert start["source"] == "checkpoint", start
-    running.job.wait_for("the run goes back to the checkpoint of step", 20)
+    running.job.wait_for("the run returns to the checkpoint of step", 20)
     running.wait_for_world(FOUR, 90)
     running.wait_for_more(5, 30)
     done = running.end()
@@ -109,7 +109,7 @@ def test_run_returns_to_its_start_if_a_shard_dies_before_a_checkpoint(
     )
     running.wait_for_step(5)
     running.kill(1)
-    running.job.wait_for("the run goes back to its start", 60)
+    running.job.wait_for("the run returns to its start", 60)
     running.wait_until(lambda: len(running.events("start")) > 1, 30, "second start")
     assert running.events("start")[1]["source"] == "new"
     running.wait_for_step(7)

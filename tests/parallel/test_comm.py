@@ -182,7 +182,7 @@ def _in_a_child(results: Any) -> None:
 
 def test_forked_helper_is_refused_a_collective(topology: Topology) -> None:
     if topology.world_size == 1:
-        pytest.skip("alone there is nobody to wait for")
+        pytest.skip("a single rank does not wait")
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     child = context.Process(target=_in_a_child, args=(results,))
@@ -229,7 +229,7 @@ def test_totals_count_calls_and_bytes_and_waiting_is_not_work(
         assert found == {} and beats == 0 and process.totals["barrier"] == Usage()
         return
     assert seen == ["forward", *["other", "forward"] * 4]
-    assert beats == 2 * 4, "the watchdog is not told that it waits, or that it works again"
+    assert beats == 2 * 4, "the watchdog is not notified that it waits, or works again"
     counted = {name: (entry["calls"], entry["bytes"]) for name, entry in found.items()}
     assert counted == {"all_reduce": (2, 30), "all_gather": (1, 24 * ranks), "barrier": (1, 0)}
     assert all(0 < entry["seconds"] < 60 for entry in found.values())

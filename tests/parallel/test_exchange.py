@@ -82,7 +82,7 @@ SHARES: dict[str, Callable[[int, int], list[int]]] = {
     "uneven": lambda step, rank: [0, 1, 2] if rank == 0 else [3],
     "rank 0 has none": lambda step, rank: [] if rank == 0 else [0, 1, 2],
     "only rank 0 has some": lambda step, rank: [0, 1, 2] if rank == 0 else [],
-    "nobody has some": lambda step, rank: [],
+    "no rank has any": lambda step, rank: [],
     "changing": lambda step, rank: list(range((step + rank) % 3)),
     "no pass reaches": lambda step, rank: [0, 2, 4],
     "the last pass does not reach": lambda step, rank: [1, 0] if rank == 0 else [3],

@@ -160,7 +160,7 @@ class _Plain:
                         value.copy_(mean)
 
 
-SHARES = {"all work alike": 4, "one rank works more": 3, "rank 1 has no micro-batch": 1}
+SHARES = {"all have equal work": 4, "one rank works more": 3, "rank 1 has no micro-batch": 1}
 
 
 @pytest.mark.parametrize("outer", [None, OUTER], ids=["average", "nesterov"])

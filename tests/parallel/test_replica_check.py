@@ -75,7 +75,7 @@ def test_replica_check_ignores_different_buffers(topology: Topology) -> None:
 
 def test_tie_between_states_ends_every_rank(topology: Topology) -> None:
     if topology.world_size != 2:
-        pytest.skip("two ranks are no majority")
+        pytest.skip("two ranks have no majority")
     state = _state(seed=0)
     check = ReplicaCheck(10, 0, state, lambda step, ranks: None, GRID)
     check.on_step(_loop(topology, 10), {})
@@ -128,7 +128,7 @@ def test_healing_copies_the_buffers_of_a_healthy_rank(
 
 def test_state_is_checked_before_each_save(topology: Topology) -> None:
     if topology.world_size != 2:
-        pytest.skip("two ranks are no majority")
+        pytest.skip("two ranks have no majority")
     state = _state(seed=topology.rank)
     check = ReplicaCheck(100, 7, state, lambda step, ranks: None, GRID)
     loop = _loop(topology, 13)

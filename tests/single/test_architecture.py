@@ -28,7 +28,7 @@ ROWS = [
     {"errors", "untrusted", "text"},
 ]
 LEVEL = {room: -number for number, row in enumerate(ROWS) for room in row}
-# `hvdtrain bench` measures whole programs: it drives those of the first row.
+# `hvdtrain bench` measures whole programs: it drives the programs of the first row.
 ALLOWED_UPWARDS = {("bench", "train")}
 MAY_IMPORT_HOROVOD_TORCH = {"runtime", "exchange", "horovod_wheel"}
 

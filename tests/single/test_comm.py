@@ -97,7 +97,7 @@ try:
     comm.all_reduce(torch.ones(1), name="mine") if comm.rank() == 0 else comm.barrier()
 except comm.RankLostError:
     print(f"rank {comm.rank()} waited {time.monotonic() - began:.0f} s", flush=True)
-    time.sleep(1)  # both are heard before the launcher hears of an end
+    time.sleep(1)  # both lines are forwarded before the launcher detects an end
 """
 
 

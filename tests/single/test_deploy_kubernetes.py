@@ -211,13 +211,13 @@ def test_pod_monitor_matches_the_pods_and_ships_the_dashboard(
     pods = list(chain.from_iterable(map(templates, [*objects["cpu"], *objects["elastic"]])))
     chosen = spec["selector"]["matchLabels"].items()
     nodes = [pod for pod in pods if chosen <= pod["metadata"]["labels"].items()]
-    assert len(nodes) == 2, "those of the MPI job and of the elastic one"
+    assert len(nodes) == 2, "of the MPI job and of the elastic job"
     for pod in nodes:
         ports = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
         assert {endpoint["port"] for endpoint in spec["podMetricsEndpoints"]} == ports - {"ssh"}
     for endpoint in spec["podMetricsEndpoints"]:
         labels = {rule["targetLabel"] for rule in endpoint["relabelings"]}
-        assert labels == {"job", "run", "rank", "local_rank", "host"}, "those of targets.json"
+        assert labels == {"job", "run", "rank", "local_rank", "host"}, "the labels of targets.json"
     configured = one(objects["monitoring"], "ConfigMap")
     dashboard = REPOSITORY / "hvdtrain/deploy/dashboards/hvdtrain.json"
     assert configured["data"] == {"hvdtrain.json": dashboard.read_text()}

@@ -104,7 +104,7 @@ class Job:
         """Let all processes request their ranks at once; return their answers, {} for none.
 
         Args:
-            status: as failures.ProcessStatus; omitted values are those of a healthy rank, and a
+            status: as failures.ProcessStatus; omitted values are a healthy rank's, and a
                 process that has not been in a generation yet is not `trained`.
         """
         got: dict[int, dict[str, Any]] = {}
@@ -282,7 +282,7 @@ def test_silent_process_is_excluded_and_not_readmitted(
     assert "process 2 on a fell silent: no heartbeat for 1.20 s" in got[0]["silent"][0]
     running.driver.stuck(2, "SIGKILL does not end it")
     assert "process 2 on a still exists: SIGKILL does not end it" in capsys.readouterr().err
-    assert running.ranks(2) == [-1], "nobody knows what it did meanwhile"
+    assert running.ranks(2) == [-1], "it is unknown what it did meanwhile"
     running.unkillable.clear()
     _until(lambda: [p.number for p in running.driver._state.alive()] == [0, 1, 3])
     assert running.ranks(3) == [None], "its slot is used again, once it has ended"
@@ -296,7 +296,9 @@ def test_removed_host_leaves_without_ending_the_job(job: Callable[..., Job]) -> 
     assert running.ranks(0, 1) == [0, -1]
     running.exits[1] = 0
     time.sleep(0.2)
-    assert not running.driver._finished.is_set(), "the end of one that left is no end of the job"
+    assert not running.driver._finished.is_set(), (
+        "the end of a process that left does not end the job"
+    )
 
 
 def test_host_with_a_notice_leaves_and_is_not_reused_until_replaced(
@@ -571,7 +573,7 @@ def test_watchdog_kills_hung_ranks_but_not_slow_ones(quick: None) -> None:
     assert _judged(5 * SECOND, activity=Activity.WAITING) is None, "it waits for another rank"
     assert "no progress" in str(_judged(3 * SECOND, activity=Activity.PREPARING))
     assert "busy without" in str(_judged(15 * SECOND, activity=Activity.PREPARING, work=1))
-    assert _judged(5 * SECOND, activity=Activity.LOADING) is None, "nobody waits for it"
+    assert _judged(5 * SECOND, activity=Activity.LOADING) is None, "no rank waits for it"
     assert "no progress" in str(_judged(15 * SECOND, activity=Activity.LOADING))
     assert _judged(15 * SECOND, activity=Activity.LOADING, work=1) is None, "it compiles"
     assert "stopped" in str(_judged(3 * SECOND, stopped=True, beats=None))

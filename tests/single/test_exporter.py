@@ -112,7 +112,7 @@ def test_exporter_lingers_for_a_last_scrape_up_to_its_limit(port: int) -> None:
     exporter = Exporter(TelemetryConfig(host=HOST, port=port), 0)
     begin = time.monotonic()
     exporter.linger(30, lambda: False)
-    assert time.monotonic() - begin < 1, "nobody scrapes, and yet it waits"
+    assert time.monotonic() - begin < 1, "it waits although no client scrapes"
     _scrape(exporter.port)
     scraper = threading.Timer(0.5, _scrape, [exporter.port])
     scraper.start()

@@ -183,7 +183,7 @@ def test_newcomer_does_not_count_as_a_witness() -> None:
         detector.beat(1, "b", now)
         if now < 105:
             detector.beat(0, "a", now)
-        assert not detector.look(now).silent, "nobody could continue without rank 0"
+        assert not detector.look(now).silent, "no rank could continue without rank 0"
 
 
 def test_common_silence_needs_no_per_rank_statistics() -> None:

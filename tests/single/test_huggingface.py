@@ -52,7 +52,7 @@ def test_transformers_reproduces_logits_of_exported_model(tmp_path: Path, flags:
     tokens = torch.randint(256, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected, logits = ours(tokens), theirs.eval()(tokens).logits
-    assert expected.std() > 0.05, "it has learnt nothing that could differ"
+    assert expected.std() > 0.05, "the logits are too similar to differ"
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -72,7 +72,7 @@ def _loss(task: HuggingFace, model: nn.Module, samples: list[Any]) -> tuple[floa
     return float(total.detach()), int(count)
 
 
-# --- what is learnt ------------------------------------------------------------
+# --- training targets ------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -208,7 +208,7 @@ def test_label_ids_follow_model_or_configured_order(root: Path, tmp_path: Path) 
         _data(_task(directory, "labels", wrong))[0]
 
 
-# --- what is wrong with a line ---------------------------------------------------
+# --- errors in a line ---------------------------------------------------
 
 LINES = {
     "no JSON": ("{", r"is not a JSON object \(Expecting"),
@@ -264,7 +264,7 @@ def test_training_and_validation_lines_are_disjoint(root: Path) -> None:
     assert [len(part) for part in places] == [54, 6] and not places[0] & places[1]
 
 
-# --- what is wrong with a directory ---------------------------------------------------
+# --- errors in a directory ---------------------------------------------------
 
 
 def _changed(directory: Path, **facts: Any) -> None:

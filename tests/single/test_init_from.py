@@ -141,7 +141,7 @@ def test_mismatched_weights_are_listed_and_skipped_if_not_strict(tmp_path: Path)
         ("empty run", "this run has no finished checkpoint"),
         ("pickle", "a file of weights ends with .safetensors"),
         ("torn", "is not a complete safetensors file"),
-        ("other layout", "config.json is of 'bert'"),
+        ("other layout", "config.json has the layout of 'bert'"),
         ("other heads", "n_head is 4 in config.json, and model.heads is 2"),
         ("other angles", "model.norm_eps is 1e-05; rope_theta is 5.* rope_type is llama3 in"),
         ("alien", "36 missing .*nothing is left to load"),

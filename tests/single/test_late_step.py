@@ -50,7 +50,7 @@ class _Exchange(Exchange):
 
 
 class _Loader:
-    """The batches of each step; those of step `poisoned` are not finite."""
+    """The batches of each step; the batches of step `poisoned` are not finite."""
 
     assignment = Assignment(MICRO_BATCHES, ALONE)
 

@@ -101,7 +101,7 @@ def test_rules_and_panels_use_only_exported_metrics(metrics: bytes) -> None:
     assert {name for name in named if ":" in name} <= recorded
     assert {name for name in named if ":" not in name} <= _names(metrics)
     unused = recorded - named
-    assert not unused, "recorded for nobody"
+    assert not unused, "recorded, but not used"
 
 
 @pytest.mark.parametrize("rule", rules("alerts"), ids=lambda rule: rule["alert"])

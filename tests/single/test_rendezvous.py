@@ -105,7 +105,7 @@ def test_request_from_an_earlier_generation_is_rejected_at_once(launcher: Launch
         began = time.monotonic()
         launcher.server.init([], 2)
         assert held.result() == (409, b"")
-        assert time.monotonic() - began < 0.3, "it was not told at once"
+        assert time.monotonic() - began < 0.3, "it was not notified at once"
 
 
 def test_unsigned_requests_are_refused_and_reported_once(

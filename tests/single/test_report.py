@@ -350,7 +350,7 @@ from hvdtrain import cli
 code = cli.main(["report", sys.argv[1]])
 used = resource.getrusage(resource.RUSAGE_SELF)
 heavy = [name for name in ("torch", "horovod") if name in sys.modules]
-# Not ru_maxrss, which begins with that of the process that started this one.
+# Not ru_maxrss, which begins with the value of the process that started this one.
 peak = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())
 print(json.dumps([code, used.ru_utime + used.ru_stime, int(peak[1]) / 1000, heavy]))
 """

@@ -56,7 +56,7 @@ try:
     print(f"rank {rank} continues", flush=True)
 except collectives.RankLostError:
     print(f"rank {rank} waited {time.monotonic() - began:.0f} s", flush=True)
-    time.sleep(1)  # it is heard before the launcher hears of an end
+    time.sleep(1)  # its line is forwarded before the launcher detects an end
     os._exit(1)
 """
 

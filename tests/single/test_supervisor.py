@@ -131,7 +131,7 @@ def test_silent_host_ends_a_start_only_if_no_step_is_completed(
     assert "no response from b and no step for" in said
 
 
-# --- what is started
+# --- started commands
 
 
 def test_mpirun_detects_dead_hosts_and_exports_the_environment() -> None:
@@ -201,7 +201,7 @@ def _launch(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
-# --- what is read from a run's files
+# --- reads of a run's files
 
 
 def test_progress_is_read_despite_torn_lines_and_partial_saves(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_last_errors_are_recent_and_start_with_the_cause(tmp_path: Path) -> None
     ]
 
 
-# --- what an earlier start left
+# --- processes of an earlier start
 
 
 def test_only_processes_of_the_launch_are_killed(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_auc_rmse_and_r2_equal_scikit_learn() -> None:
     assert numbers["r2"] == pytest.approx(r2_score(labels, scores))
 
 
-# --- what is wrong ------------------------------------------------------------
+# --- errors ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_glob_without_files_is_reported_once(tmp_path: Path) -> None:
 
 
 def test_unwritable_run_directory_is_reported_once(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("a file: nobody can make a directory below it")
+    (tmp_path / "runs").write_text("a file: no directory can be created below it")
     _assert_said_once(_fails(tmp_path, "mpirun:2"), f"{tmp_path}/runs/case cannot be written")
 
 

@@ -198,8 +198,8 @@ ONE, HOST = (3,), (2, 3)
 DEATHS = {
     "in the exchange": ("gradients", 4, (), 3),
     "in the agreement": ("step.agree", 4, (), 3),
-    "in the agreement, which one has heard": ("step.agree", 4, (1,), 4),
-    "in the agreement, which all have heard": ("step.agree", 4, (0, 1, 2), 4),
+    "in the agreement, which one has received": ("step.agree", 4, (1,), 4),
+    "in the agreement, which all have received": ("step.agree", 4, (0, 1, 2), 4),
     "in the gather": ("zero.0", 4, (), 4),
     "in the gather, which one has": ("zero.0", 4, (0,), 4),
     "in the agreement on a step that is skipped": ("step.agree", 5, (0,), 5),
@@ -211,13 +211,13 @@ DEATHS = {
 @pytest.mark.parametrize("dead", [ONE, HOST, (0,)], ids=["one", "host", "rank 0"])
 @pytest.mark.parametrize("death", DEATHS)
 def test_no_step_or_shard_is_lost_when_ranks_die(death: str, dead: tuple[int, ...]) -> None:
-    at, count, heard, reached = DEATHS[death]
-    heard = (
-        tuple(r for r in heard if r not in dead)
-        or tuple(r for r in range(len(HOSTS)) if r not in dead)[: len(heard)]
+    at, count, received, reached = DEATHS[death]
+    received = (
+        tuple(r for r in received if r not in dead)
+        or tuple(r for r in range(len(HOSTS)) if r not in dead)[: len(received)]
     )
     ranks = [_Rank() for _ in HOSTS]
-    results = _generation(ranks, HOSTS, 7, Death(dead, at, count, heard))
+    results = _generation(ranks, HOSTS, 7, Death(dead, at, count, received))
     assert [r for r, result in enumerate(results) if isinstance(result, DiedError)] == [*dead]
     left = [rank for number, rank in enumerate(ranks) if number not in dead]
     hosts = "".join(host for number, host in enumerate(HOSTS) if number not in dead)

@@ -8,8 +8,9 @@ record holds each line of metrics.jsonl without measured values, how each genera
 started, and the state and a hash of each tensor in the last checkpoint. Values are compared as
 text; floats are written with all their digits, so equal text means equal bits.
 
-Bits depend on the CPU and on torch: record and compare on one machine. Every case gives the same
-bits in each run of the same code, also on a busy machine: gradients are summed in fixed buckets,
+Bits depend on the CPU and on torch: record and compare on one machine. Every case gives bitwise
+identical results in each run of the same code, also on a busy machine: gradients are summed in
+    fixed buckets,
 each rank has one thread, and a rank is killed in a fixed micro-batch. `batch.deal speed` has no
 case, because it follows measured speeds.
 """

@@ -105,7 +105,7 @@ def test_run_survives_random_faults_and_has_the_undisturbed_parameters(
         assert_same_curve(lines, metrics(undisturbed))
         largest = difference(*(read_weights(path).tensors for path in (job.run, undisturbed)))
         bits = "bitwise identical" if largest == 0 else f"largest difference {largest:.1e}"
-        say(f"parameters and those of an undisturbed run: {bits}")
+        say(f"parameters compared with an undisturbed run: {bits}")
         assert largest <= layout.tolerance
     except BaseException:
         _keep(job)

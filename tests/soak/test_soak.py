@@ -90,7 +90,7 @@ def test_sixteen_ranks_on_two_processors_are_not_declared_dead(
     with capsys.disabled():
         print(f"\n{step - before} steps of 16 ranks in {SECONDS} s; {' '.join(delays)}")
     assert {line["world_size"] for line in running.lines()} == {SIXTEEN}
-    assert len(running.events("start")) == 1, "somebody was replaced"
+    assert len(running.events("start")) == 1, "a process was replaced"
     assert "fell silent" not in done.stderr, done
     assert delays, done
 

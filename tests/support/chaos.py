@@ -484,7 +484,7 @@ def sequence(seed: int, names: Sequence[str]) -> Iterator[Draw]:
         yield Draw(choice.uniform(10, 20), name, random.Random(choice.random()))
 
 
-# --- what came of them -----------------------------------------------------
+# --- outcomes -----------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,13 @@ class Death:
     Args:
         ranks: the ranks.
         at: prefix of the exchange's name; they die in the `count`-th exchange with it.
-        heard: ranks that receive the result nevertheless; the other ranks see it fail.
+        received: ranks that receive the result nevertheless; the other ranks see it fail.
     """
 
     ranks: tuple[int, ...]
     at: str
     count: int = 1
-    heard: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
 
 
 class World:
@@ -71,7 +71,7 @@ class World:
                 self._lock.notify_all()
                 if rank in death.ranks:
                     raise DiedError
-                if rank in death.heard:
+                if rank in death.received:
                     return [given[r] for r in range(self.size)]
             if self._lost:
                 raise RankLostError(name)

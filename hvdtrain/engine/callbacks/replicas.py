@@ -153,7 +153,7 @@ def _no_majority(digests: Sequence[bytes], topology: Topology, step: int, identi
 def _parts_differ(
     ranks: Sequence[int], topology: Topology, step: int, identical: int, most: Sequence[int] = ()
 ) -> str:
-    """Args: most: those of `ranks` that hold identical copies, if more than all others do."""
+    """Args: most: the members of `ranks` that hold identical copies, if more than all others do."""
     differing = [rank for rank in ranks if rank not in most]
     who = (
         f"the copies of {_names(differing, topology)} differ from the majority, "

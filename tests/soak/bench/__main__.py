@@ -75,7 +75,7 @@ _ACTIONS: Mapping[
 ] = {
     "layouts": (
         _layouts,
-        "models that span ranks, on many layouts: losses against those of one rank",
+        "models that span ranks, on many layouts: losses compared with one rank's",
         {"np": 16, "steps": 20},
     ),
     "layout-speed": (

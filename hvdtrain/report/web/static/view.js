@@ -1,8 +1,8 @@
 "use strict";
-// The list of runs (/), one run (/?run=A) or several (/?run=A&run=B), renewed from the server.
-// Text of runs only ever becomes text nodes and attributes, never markup.
+// The list of runs (/), one run (/?run=A) or several (/?run=A&run=B), updated from the server.
+// Text from runs is inserted only as text nodes and attributes, never as markup.
 
-const EVERY = 2000; // milliseconds between two looks
+const EVERY = 2000; // milliseconds between two updates
 const COLORS = ["#3b82c4", "#e0812b", "#3f9e5a", "#a06bd0", "#d9453d", "#8a8a8a"];
 const PHASES = {
   data: "#d4a017", forward: "#3b82c4", backward: "#7db3e0", comm_exposed: "#d9453d",
@@ -96,8 +96,8 @@ function sample(stroke, dashed) {
   return swatch;
 }
 
-// A picture of lines over steps that is drawn anew with each look. Where the pointer is, the
-// values under it are named.
+// Plot of lines over steps, redrawn with each update. The caption shows the values under the
+// pointer.
 function chart(title, ylabel, fromZero, height = 220) {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("viewBox", `0 0 ${WIDTH} ${height}`);
@@ -148,7 +148,7 @@ function chart(title, ylabel, fromZero, height = 220) {
     }
   }
 
-  // Those that are too close for two numbers share one label.
+  // Restarts that are too close for two labels share one.
   function restarts(first, last) {
     const groups = [];
     for (const { number: name, step } of marks) {
@@ -213,7 +213,7 @@ function chart(title, ylabel, fromZero, height = 220) {
   };
 }
 
-// Where the time of each rank goes, as bars.
+// Time of each rank by phase, as bars.
 function phaseBars() {
   const heading = el("h3"), legend = el("div", { class: "legend" }), caption = el("figcaption");
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
@@ -256,7 +256,7 @@ function phaseBars() {
   };
 }
 
-// --- the views: each has a node, the addresses it asks for, and takes the answers ---------
+// --- views: each has a node, the addresses that it requests, and a handler of the responses ---------
 
 function listView() {
   const COLUMNS = [
@@ -309,7 +309,7 @@ function listView() {
       cells[1].className = `words ${stateClass(run.state)}`;
       return row;
     });
-    // Only where the order is another one: a row that moves loses the keyboard's focus.
+    // Only if the order has changed: a row that moves loses the keyboard focus.
     if (sorted.length !== body.children.length || sorted.some((row, at) => row !== body.children[at])) {
       const focused = document.activeElement;
       body.replaceChildren(...sorted);
@@ -371,12 +371,12 @@ function runView(name) {
   }
 
   function showNotes(run) {
-    const said = run.named_slow.map(({ rank, host, phase, step }) =>
+    const messages = run.named_slow.map(({ rank, host, phase, step }) =>
       el("li", { class: "warning" }, `Rank ${number(rank)} on ${host} is slow in ${phase} since step ${count(step)}.`));
-    if (run.unread_bytes) said.push(el("li", {}, `Reading the files of the run: ${bytes(run.unread_bytes)} left.`));
-    if (run.torn) said.push(el("li", {}, `${plural(run.torn, "incomplete line")} skipped in metrics.jsonl (left by a crash).`));
-    if (!run.window) said.push(el("li", {}, "ranks.jsonl has no lines yet: the times of the phases are unknown."));
-    notes.replaceChildren(...said);
+    if (run.unread_bytes) messages.push(el("li", {}, `Reading the files of the run: ${bytes(run.unread_bytes)} left.`));
+    if (run.torn) messages.push(el("li", {}, `${plural(run.torn, "incomplete line")} skipped in metrics.jsonl (left by a crash).`));
+    if (!run.window) messages.push(el("li", {}, "ranks.jsonl has no lines yet: the times of the phases are unknown."));
+    notes.replaceChildren(...messages);
   }
 
   function showRestarts(run) {

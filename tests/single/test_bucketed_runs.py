@@ -33,10 +33,10 @@ def test_bucketed_curve_is_independent_of_ranks_workers_and_restarts(
 ) -> None:
     flags = [*EXACT, "--checkpoint.every", "4"]
     whole = _run(tmp_path, "whole", "", *flags, "--loader.workers", "2")
-    three = _run(tmp_path, "three", "mpirun:3")  # sums in another order
+    three = _run(tmp_path, "three", "gloo:3")  # sums in another order
     assert _curve(three) == pytest.approx(_curve(whole), rel=1e-5)
     _run(tmp_path, "parts", "gloo:2", *flags, "--loader.workers", "4", "--train.steps", "4")
-    parts = _run(tmp_path, "parts", "mpirun:3", *flags)
+    parts = _run(tmp_path, "parts", "gloo:3", *flags)
     assert _curve(parts) == _curve(whole)
     assert weights(parts, 10) == weights(whole, 10)
     for directory in (whole, three, parts):

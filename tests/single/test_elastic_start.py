@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.job import Finished, Job
-from tests.support.runs import TINY, TRAIN, environment
+from tests.support.runs import TINY, environment, forked_train
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 def _run_script(directory: Path, env: dict[str, str]) -> Finished:
     keys = [*TINY, "--train.steps", "3", "--run.root", str(directory), "--run.id", "case"]
     script = directory / "script.sh"
-    script.write_text(f"exec {shlex.join([*TRAIN, *keys])}\n")
+    script.write_text(f"exec {shlex.join([*forked_train(2), *keys])}\n")
     (directory / "hosts").write_text("localhost:2\n")
     # Horovod's own driver waits for a second host if no interface is given.
     launcher = shlex.split(

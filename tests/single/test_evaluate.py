@@ -36,7 +36,7 @@ def test_validation_with_random_draws_is_independent_of_ranks(tmp_path: Path) ->
     # At the first step, because training is still bitwise identical there.
     found = [
         metrics(_train(tmp_path, "Drawing", name, every=1, launcher=launcher))[0]
-        for name, launcher in (("one", ""), ("three", "mpirun:3"))
+        for name, launcher in (("one", ""), ("three", "gloo:3"))
     ]
     one, three = (line["validation_loss"] for line in found)
     assert three == pytest.approx(one, rel=1e-6)

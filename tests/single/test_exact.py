@@ -52,7 +52,7 @@ def test_run_on_three_ranks_is_bitwise_identical(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # 4 micro-batches a step: the ranks have 2, 1, 1. Four and sixteen are in tests/cluster.
-    directory = train(root, "three", FLAGS, "mpirun:3")
+    directory = train(root, "three", FLAGS, "gloo:3")
     assert weights(directory, STEPS) == weights(root / "alone", STEPS)
     compared = ("loss", "grad_norm", "state_hash", "validation_loss")
     for line, alone in zip(metrics(directory), metrics(root / "alone"), strict=True):
@@ -66,7 +66,7 @@ def test_run_resumed_on_other_ranks_is_bitwise_identical(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = root / "alone/checkpoints/step_00000010"
-    directory = train(root, "resumed", [*FLAGS, "--run.resume", str(checkpoint)], "gloo:3")
+    directory = train(root, "resumed", [*FLAGS, "--run.resume", str(checkpoint)], "mpirun:2")
     assert weights(directory, STEPS) == weights(root / "alone", STEPS)
     code, said = _audit(root / "alone", directory, capsys)
     assert code == 0 and "20 steps up to 30" in said, said
@@ -90,7 +90,7 @@ def test_audit_same_names_the_first_step_that_differs(
 def test_statistics_weights_and_skipped_steps_do_not_depend_on_ranks(tmp_path: Path) -> None:
     task = "--task tests.support.unusual:WeightedAndPoisoned --train.steps 32 --eval.every 16"
     batch = "--batch.global_size 8 --batch.micro_size 2 --telemetry.port 0"
-    for name, launcher in (("alone", ""), ("three", "mpirun:3")):
+    for name, launcher in (("alone", ""), ("three", "gloo:3")):
         where = ["--run.root", str(tmp_path), "--run.id", name]
         flags = [*where, *EXACT, *task.split(), *batch.split(), "--checkpoint.every", "32"]
         done = run(tmp_path / "output", flags, launcher)

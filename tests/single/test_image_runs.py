@@ -35,7 +35,7 @@ def test_digits_preset_reaches_97_percent_accuracy(tmp_path: Path) -> None:
 
 
 def test_augmentation_and_batchnorm_are_independent_of_world_size(tmp_path: Path) -> None:
-    for name, launcher in (("alone", ""), ("ranks", "mpirun:3")):
+    for name, launcher in (("alone", ""), ("ranks", "gloo:3")):
         done = _train(tmp_path, name, CURVE, launcher)
         assert done.returncode == 0, done
     alone = tmp_path / "alone"

@@ -132,7 +132,7 @@ def test_error_in_one_interleaved_pass_is_raised_without_deadlock(failing: int) 
 # last 3 of a rank are interleaved: after the n-th forward pass of them, n graphs are open.
 @pytest.mark.parametrize(
     ("launcher", "open_graphs"),
-    [("", [1, 1, 2, 3]), ("mpirun:3", [1, 2, 1, 1])],
+    [("", [1, 1, 2, 3]), ("gloo:3", [1, 2, 1, 1])],
 )
 def test_interleaved_run_is_bitwise_identical_to_plain_run(
     tmp_path: Path, launcher: str, open_graphs: list[int]

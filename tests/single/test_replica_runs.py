@@ -23,7 +23,7 @@ NEVER = "0:0:weight"
 
 def _run(root: Path, flip: str, *flags: str, ranks: int = 3) -> Finished:
     flags = (*FLAGS, "--run.root", str(root), *flags)
-    return run(root / "output", flags, f"mpirun:{ranks}", {"HVDTRAIN_TEST_FLIP": flip})
+    return run(root / "output", flags, f"gloo:{ranks}", {"HVDTRAIN_TEST_FLIP": flip})
 
 
 def _healed(directory: Path) -> list[tuple[int, Any]]:

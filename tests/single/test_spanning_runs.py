@@ -27,7 +27,7 @@ SIZES = [
 # (launcher, degrees, last step); the remaining factor of the ranks is the data axis.
 CHAIN = [
     ("mpirun:2", {"context": 2}, 4),
-    ("mpirun:4", {}, 6),
+    ("gloo:4", {}, 6),
     ("gloo:4", {"tensor": 2}, 8),
     ("gloo:4", {"pipeline": 2, "shard": 2, "reshard_after_forward": "false"}, 12),
     ("", {}, 16),

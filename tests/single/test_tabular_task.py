@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from hvdtrain.run.data import build_data
 from hvdtrain.runtime.mpi import Alone
 from hvdtrain.tasks.tabular import Tabular, of_classes, of_numbers
 from hvdtrain.tasks.tabular_data import buffers, read_columns
+from tests.support import warm
 from tests.support.datasets import KEYS, sales, write
 
 FEATURES = ("day", "cost", "colour", "shop", "number", "country")
@@ -132,7 +132,7 @@ def test_statistics_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None
     write(sales(20_000), tmp_path / "t.csv")
     for name in ("t.parquet", "t.csv"):
         out = tmp_path / "columns.json"
-        command = [sys.executable, "-m", "hvdtrain.cli", "data", "columns", "--out", str(out)]
+        command = [warm.python(3), "-m", "hvdtrain.cli", "data", "columns", "--out", str(out)]
         command += ["--", *KEYS[2:], "--tabular.data", str(tmp_path / name)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(

@@ -30,7 +30,7 @@ from hvdtrain.run_files.ownership import Ownership
 from tests.support.browser import Tab, tab
 from tests.support.history import History
 from tests.support.job import Job, poll
-from tests.support.runs import TRAIN, environment
+from tests.support.runs import environment, forked_train
 
 BLUE, PURPLE, DARK = "#3b82c4", "#a06bd0", "#14181c"
 ODD = '<img src=x onerror="document.title=1">&%2e '
@@ -438,17 +438,19 @@ def elastic(tmp_path: Path) -> Iterator[Job]:
         "--task tests.support.tasks:Slow --train.steps 99999 --eval.every 0 --telemetry.port 0"
         f" --batch.global_size 4 --batch.micro_size 2 --run.id live --run.root {tmp_path}/runs"
     )
-    job = Job([], [*launcher, *TRAIN, *flags.split()], environment(), tmp_path / "job")
+    command = [*launcher, *forked_train(2), *flags.split()]
+    job = Job([], command, environment(), tmp_path / "job")
     yield job
     job.kill()
 
 
-def _rank(job: Job, rank: int) -> psutil.Process:
+def _rank(root: Path, rank: int) -> psutil.Process:
     found = [
         process
-        for process in psutil.Process(job.pid).children(recursive=True)
-        if process.cmdline()[1:3] == ["-m", "hvdtrain.train"]
-        and process.environ().get("HOROVOD_RANK") == str(rank)
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if (process.info["cmdline"] or [])[1:3] == ["-m", "hvdtrain.train"]
+        and str(root) in process.info["cmdline"]
+        and process.info["environ"].get("HOROVOD_RANK") == str(rank)
     ]
     return found[0]
 
@@ -465,7 +467,7 @@ def test_restart_of_a_live_run_appears_without_a_reload(elastic: Job, tmp_path: 
         page.value("window.kept = 'since it was opened'")
         before = page.value(step)
         page.wait(f"{step} > {before}", 30, "new step")
-        _rank(elastic, 1).kill()
+        _rank(tmp_path / "runs", 1).kill()
         page.wait("document.body.innerText.includes('a rank failed')", 90, "restart")
         assert "2 → 1" in page.value("document.body.innerText")
         after = page.value(step)

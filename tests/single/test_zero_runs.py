@@ -51,7 +51,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three ranks that hold two thirds each."""
     return runs.train(
-        tmp_path_factory.mktemp("three"), "three", [*EXACT, *_zero(2)], "mpirun:3", timeout=240
+        tmp_path_factory.mktemp("three"), "three", [*EXACT, *_zero(2)], "gloo:3", timeout=240
     )
 
 
@@ -75,7 +75,7 @@ def test_three_sharded_ranks_are_bitwise_identical_to_one_rank(whole: Path, thre
     [
         ("three", "", []),
         ("three", "gloo:2", _zero(1)),
-        ("three", "mpirun:4", _zero(3)),
+        ("three", "gloo:4", _zero(3)),
         ("whole", "mpirun:2", _zero(1)),
     ],
 )

@@ -160,6 +160,12 @@ class Transfer(NamedTuple):
     interval: Interval
     receivers: tuple[int, ...]
 
+    def continues(self, other: Transfer) -> bool:
+        """Whether this is a transfer between the same ranks, of the elements after `other`'s."""
+        tensor, _, stop = other.interval
+        same_ranks = (self.source, self.receivers) == (other.source, other.receivers)
+        return same_ranks and self.interval[:2] == (tensor, stop)
+
 
 def plan_transfers(
     held: Sequence[Sequence[Interval]], wanted: Sequence[Sequence[Interval]]
@@ -187,9 +193,13 @@ def plan_transfers(
             receivers = _ranks_with(wanted_of, start, stop) - holders
             if receivers and not holders:
                 raise ShardLostError(f"elements {start} to {stop} of tensor {tensor}")
-            if receivers:
-                interval = Interval(tensor, start, stop)
-                transfers.append(Transfer(min(holders), interval, (*sorted(receivers),)))
+            if not receivers:
+                continue
+            transfer = Transfer(min(holders), Interval(tensor, start, stop), (*sorted(receivers),))
+            if transfers and transfer.continues(transfers[-1]):
+                start = transfers.pop().interval.start
+                transfer = transfer._replace(interval=Interval(tensor, start, stop))
+            transfers.append(transfer)
     return sorted(transfers)
 
 

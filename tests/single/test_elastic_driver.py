@@ -418,6 +418,37 @@ def test_driver_notifies_the_other_ranks_of_a_lost_one_at_once() -> None:
         job.close()
 
 
+def test_driver_repeats_answers_that_may_be_lost() -> None:
+    job = SteppedDriver({"a": 2, "b": 2}, np=4, min_np=1, max_np=4, timeout=600)
+    new = ProcessStatus(IDENTITY, replica_size=2)
+    trained = replace(new, trained=True, step=5, reachable_step=5)
+
+    def ask(status: ProcessStatus, *numbers: int) -> list[dict[str, Any] | None]:
+        for number in numbers:
+            job.join(number, status)
+        job.consider(1.0)
+        return [job.join(number, status) for number in numbers]
+
+    try:
+        ask(new, 0, 1, 2, 3)
+        job.exit(1, 137)
+        ask(trained, 0, 2, 3)
+        job.consider(1.0)
+        del job.found["b"]
+        for _ in range(2):
+            job.discover()
+        assert job.join(4, new) is None
+        # A generation of processes 0 and 4; the others leave, and process 0 was a spare.
+        got = ask(trained, 2, 3)
+        assert [answer["rank"] for answer in got if answer] == [-1, -1]
+        assert ask(trained, 2, 3) == got, "an answer is not repeated"
+        ranks = {number: job.join(number, trained) or {} for number in (0, 4)}
+        assert (ranks[0]["rank"], ranks[0]["spare"]) == (0, True)
+        assert ranks[4]["rank"] == 1 and "spare" not in ranks[4]
+    finally:
+        job.close()
+
+
 def test_job_continues_while_discovery_fails(
     job: Callable[..., Job], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def _columns(directory: Path) -> dict[str, list[float]]:
-    """Return the metrics of ranks.jsonl as lists over the ranks, without the first line."""
+    """Return the mean of every metric in ranks.jsonl for each rank, without the first line."""
     lines = read_lines(directory / "ranks.jsonl")[1:]
     names = [name for name, value in lines[0].items() if isinstance(value, list)]
     ranks = {name: zip(*(line[name] for line in lines), strict=True) for name in names}

@@ -57,4 +57,4 @@ def test_apt_failure_shows_its_last_lines_and_the_log_path(directory: Path) -> N
     *words, what, where = done.stderr.splitlines()
     assert words and all(word.startswith("Reading") for word in words)
     assert what.startswith("hvdtrain: exit code 100 of: ") and what.endswith(" update")
-    assert where == f"hvdtrain: all that it said is in {directory}/clone/build/set-up.log"
+    assert where == f"hvdtrain: the complete output is in {directory}/clone/build/set-up.log"

@@ -48,14 +48,14 @@ class Steps:
         try:
             code = run_logged(command, own, seconds, self._env)
         finally:
-            said = own.read_text(errors="replace")
+            output = own.read_text(errors="replace")
             with self._log.open("a") as log:
-                log.write(f"+ {' '.join(command)}\n{said}\n")
+                log.write(f"+ {' '.join(command)}\n{output}\n")
         if code:
-            end = "\n".join(said.splitlines()[-25:])
-            raise UserError(f"{what} failed; all that was said is in {self._log}:\n{end}")
+            end = "\n".join(output.splitlines()[-25:])
+            raise UserError(f"{what} failed; the complete output is in {self._log}:\n{end}")
         print(f"gpu-check: {what}: {time.monotonic() - began:.0f} s", flush=True)
-        return said
+        return output
 
 
 def prepare(steps: Steps, gpu: bool) -> str:

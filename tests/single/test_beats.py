@@ -195,9 +195,7 @@ def test_rank_survives_lost_acknowledgements_and_heartbeats(
 def test_driver_without_any_heartbeat_reports_no_silence() -> None:
     ear = Ear(0, 1)
     time.sleep(2)
-    assert not ear.silent and not ear.deaf, (
-        "where datagrams do not get through all is as without them"
-    )
+    assert not ear.silent and not ear.deaf, "lost datagrams must not count as silence"
 
 
 def test_forged_and_replayed_datagrams_are_ignored(beating: Callable[[Ear, int], Beating]) -> None:

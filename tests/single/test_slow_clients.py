@@ -73,7 +73,7 @@ def test_slow_handshakes_do_not_exhaust_files_or_block_prometheus(training: Job,
             assert "hvdtrain_step" in _scrape(port)
             assert trainer.num_fds() < FILES / 2
         seconds = bounded_server.UNAUTHORIZED_SECONDS + GRACE_SECONDS
-        poll(lambda: not any(map(_is_open, slow)), seconds, "the end of those that are late")
+        poll(lambda: not any(map(_is_open, slow)), seconds, "the end of the late connections")
     finally:
         for client in slow:
             client.close()

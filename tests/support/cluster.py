@@ -43,7 +43,7 @@ PidFile none
 StrictModes no
 UsePAM no
 PermitRootLogin prohibit-password
-# A launcher opens one session a rank at once; the default drops some beyond ten.
+# A launcher opens one session per rank at once; by default sshd drops some beyond ten.
 MaxStartups 200
 MaxSessions 200
 SetEnv PATH={path}

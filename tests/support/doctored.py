@@ -150,7 +150,7 @@ OF_A_HOST = {
         "-o lowerdir={root},upperdir=/tmp/over/up,workdir=/tmp/over/work {root}",
         "is not visible to other hosts", "umount -l {root}; rm -r /tmp/over", severity="warning",
     ),
-    "a locale that is not there": Fault(
+    "a missing locale": Fault(
         "locale", BASHRC.format(line="export LC_ALL=xx_YY.UTF-8"), "LC_ALL=xx_YY.UTF-8",
         "umount -l ~/.bashrc", severity="warning",
     ),
@@ -197,7 +197,7 @@ OF_A_HOST = {
 
 # Faults that are created together; faults of one file or directory are in different groups.
 TOGETHER = (
-    ("own name", "small /dev/shm", "few open files", "full disk", "a locale that is not there"),
+    ("own name", "small /dev/shm", "few open files", "full disk", "a missing locale"),
     ("the name of another", "nearly full disk", "another Python in front on PATH", "no mpirun"),
     ("a GPU with errors", "read-only disk", "another version", "one address on both hosts"),
     ("a directory of its own", "other source files"),

@@ -191,7 +191,7 @@ class ElasticJob(TrainingJob):
                 continue
             if own == str(number):
                 return process
-        raise LookupError(f"process {number} is not there")
+        raise LookupError(f"no process has the number {number}")
 
     def numbers(self, host: str | None = None) -> list[int]:
         """Return the numbers of the live processes, on a host or on all hosts, in rank order."""

@@ -157,7 +157,7 @@ class ElasticDriver:
 
     def wait_for_available_slots(self, min_num_proc: int) -> None:
         """Wait until discovery finds `min_num_proc` slots; exit the launcher on a timeout."""
-        began, said = time.monotonic(), ""
+        began, reported = time.monotonic(), ""
         with self._changed:
             while (count := self._state.hosts.count()) < max(1, min_num_proc):
                 if self._shutdown.is_set():
@@ -166,17 +166,17 @@ class ElasticDriver:
                 if time.monotonic() - began > self._state.timeout:
                     _say(f"error: after {self._state.timeout} s {found}")
                     sys.exit(EXIT_CRASH)
-                if time.monotonic() - began > _REPORT_SECONDS and found != said:
+                if time.monotonic() - began > _REPORT_SECONDS and found != reported:
                     _say(f"{found}: waiting for hosts")
-                    said = found
+                    reported = found
                 self._changed.wait(0.2)
 
     def choose_interfaces(
-        self, said: Sequence[str] | None, env: Mapping[str, str]
+        self, names: Sequence[str] | None, env: Mapping[str, str]
     ) -> tuple[dict[str, str], str]:
         """Return the ranks' environment and this host's address, see `interfaces.for_launcher`."""
         with self._changed:
-            return interfaces.for_launcher(said, env, list(self._state.hosts.slots))
+            return interfaces.for_launcher(names, env, list(self._state.hosts.slots))
 
     def register_shutdown_event(self) -> threading.Event:
         """Handle signals.

@@ -60,12 +60,12 @@ class Kind(IntEnum):
 class Message(NamedTuple):
     """A datagram's content.
 
-    `figure`: the sender's clock in ns, or a generation; `port`: where the rank listens, or 0.
+    `value`: the sender's clock in ns, or a generation; `port`: where the rank listens, or 0.
     """
 
     kind: Kind
     number: int
-    figure: int
+    value: int
     port: int = 0
 
 
@@ -80,9 +80,9 @@ def decode(data: bytes, secret: bytes) -> Message | None:
     right = hmac.digest(secret, body, "sha256")[:_DIGEST_BYTES]
     if len(body) < _BODY.size or not hmac.compare_digest(digest, right):
         return None
-    kind, number, figure, port = _BODY.unpack(body)
+    kind, number, value, port = _BODY.unpack(body)
     try:
-        return Message(Kind(kind), number, figure, port)
+        return Message(Kind(kind), number, value, port)
     except ValueError:
         return None
 
@@ -117,7 +117,7 @@ class HeartbeatSender:
         self._notified = False  # driver notified over TCP since the last acknowledged heartbeat
         self._notify_at, self._pause = 0.0, _NOTIFY_SECONDS
 
-    def beat_for_ever(self, notify: Callable[[], object]) -> None:
+    def beat_forever(self, notify: Callable[[], object]) -> None:
         """Send heartbeats; runs in the watchdog.
 
         Args:
@@ -189,7 +189,7 @@ class HeartbeatSender:
             if message is None or message.kind != Kind.OVER or message.number != self.number:
                 continue
             with self._lock:
-                if message.figure == self._generation:
+                if message.value == self._generation:
                     on_over()
 
     def _send(self, kind: Kind) -> None:

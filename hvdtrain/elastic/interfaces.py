@@ -19,16 +19,16 @@ _SAID_BY = f"--network-interfaces or {_VARIABLE}"
 
 
 def for_launcher(
-    said: Sequence[str] | None, env: Mapping[str, str], hosts: Iterable[str]
+    names: Sequence[str] | None, env: Mapping[str, str], hosts: Iterable[str]
 ) -> tuple[dict[str, str], str]:
     """Return the ranks' environment, and the address of this host that ranks connect to.
 
     Args:
-        said: names from --network-interfaces.
+        names: from --network-interfaces.
         env: the launcher's environment, which ranks inherit.
         hosts: the hosts known so far.
     """
-    names = list(said or _names(env))
+    names = list(names or _names(env))
     address = next((a[0] for name in names if (a := addresses_by_interface().get(name))), None)
     environment = {**env, _VARIABLE: ",".join(names)} if names else dict(env)
     return environment, address or address_towards(hosts)

@@ -140,10 +140,10 @@ def choose(waiting: Sequence[TrainingProcess], most: int) -> list[TrainingProces
     """Select as many of `waiting` as form whole replicas, in order; the others are spares.
 
     Processes on hosts whose number of processes is not a multiple of the replica size are omitted
-    first; among these, first those that hold no shard, or a shard with many copies. The last
-    holder of a shard stays, and so does the last process that has completed the newest step: the
-    others complete it with the gradients that they have. If they repeated it, its bits could
-    differ from those of the omitted process, which may return.
+    first; among these, processes come first that hold no shard, or a shard with many copies. The
+    last holder of a shard stays. So does the last process that has completed the newest step: the
+    other processes complete it with the gradients that they have. If they repeated it instead, the
+    result could differ bitwise from the state of the omitted process, which may return.
 
     Args:
         most: limit of the number of processes.

@@ -159,8 +159,8 @@ class HangDetector:
         asking = activity == Activity.RENDEZVOUS and self._reachable is not None
         if self._cut_off.seconds(asking and not self._reachable()) > _UNREACHABLE_SECONDS:  # type: ignore[misc]
             return f"its launcher was not reached for {_UNREACHABLE_SECONDS:.0f} s"
-        judged = activity in _IDLE_FACTORS and self._hang_seconds > 0
-        same = judged and beats == self._seen[0]
+        checked = activity in _IDLE_FACTORS and self._hang_seconds > 0
+        same = checked and beats == self._seen[0]
         worked = abs(work - self._seen[1])
         self._seen = (beats, work)
         hang = self._hang_seconds
@@ -191,7 +191,7 @@ def _main(arguments: list[str]) -> int:
     address, _, port = arguments[4].rpartition(":")
     line = HeartbeatSender(address, int(port), *map(int, arguments[5:]))
     notify = partial(ask, address, int(port), "alive", line.number, {})
-    threading.Thread(target=line.beat_for_ever, args=(notify,), daemon=True).start()
+    threading.Thread(target=line.beat_forever, args=(notify,), daemon=True).start()
     try:
         return _watch(arguments)
     finally:
@@ -398,11 +398,11 @@ class KeptWatchdog:
 
     def _keep(self) -> None:
         pause = _RESTART_SECONDS[0]
-        said = False
+        reported = False
         while True:
             code = self._process.wait()
-            if not said:
-                said = True
+            if not reported:
+                reported = True
                 logger.warning("this rank's watchdog ended (%s); it is started again", code)
             time.sleep(pause)
             pause = min(2 * pause, _RESTART_SECONDS[1])

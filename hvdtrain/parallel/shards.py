@@ -92,7 +92,7 @@ class ShardMap:
         return [interval for shard in self.shards_of(rank) for interval in self.shards[shard]]
 
     def shards_of(self, rank: int) -> list[int]:
-        """Return the shards that a rank holds, those of which it is the first holder first."""
+        """Return the shards that a rank holds; a shard that it holds first comes first."""
         return [
             shard
             for first in (True, False)
@@ -177,7 +177,8 @@ def plan_transfers(
         wanted: the intervals that each rank must hold.
 
     Returns:
-        Transfers, ordered by source, then by interval; zero_state.py batches those of one source.
+        Transfers, ordered by source, then by interval; zero_state.py batches consecutive transfers
+            of one source.
 
     Raises:
         ShardLostError: no rank holds some wanted elements.

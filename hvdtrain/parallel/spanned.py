@@ -104,7 +104,7 @@ def take_over(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
     """Copy from whole tensors into a model of which this rank holds shards.
 
     Args:
-        whole: parameters and saved buffers by name, including those of other ranks' shards.
+        whole: parameters and saved buffers by name, including tensors of other ranks' shards.
     """
     for name, tensor in model_tensors(model).items():
         local(tensor).copy_(_own(tensor, whole[name]))

@@ -114,7 +114,7 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
     Args:
         mesh: of one dimension.
         plan: pattern of module names (`*` matches any part of a name) -> style. A module is split
-            by the first pattern that it matches. Names are those of `named_modules`.
+            by the first pattern that it matches. Names are as in `named_modules`.
 
     Raises:
         UserError: the plan has an unknown style, matches no module, or requires what a module does

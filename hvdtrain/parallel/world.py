@@ -94,8 +94,8 @@ class Connections:
         self._servers = {port for port in map(_listens_on, before) if port is not None}
         yield
         ends = {inode: ends for inode, ends in _connected().items() if inode not in self._before}
-        told = gather_json([*ends.values()], "torch.connections")
-        others = {(tuple(peer), tuple(own)) for rank in ranks for own, peer in told[rank]}
+        connections = gather_json([*ends.values()], "torch.connections")
+        others = {(tuple(peer), tuple(own)) for rank in ranks for own, peer in connections[rank]}
         self._own = {inode for inode, ends in ends.items() if ends in others}
 
     def leave(self) -> None:
@@ -234,9 +234,9 @@ def _sockets() -> dict[int, int]:
 def _own_address(topology: Topology) -> tuple[str, str]:
     """This host's address for the other hosts, and its interface; Horovod's interface, if set."""
     interfaces = addresses_by_interface()
-    said = os.environ.get(_INTERFACE, "")
-    if said in interfaces:
-        return interfaces[said][0], said
+    name = os.environ.get(_INTERFACE, "")
+    if name in interfaces:
+        return interfaces[name][0], name
     several = len(topology.ranks_by_host()) > 1
     address = address_towards(topology.hosts) if several else LOOPBACK
     return address, next(name for name, found in interfaces.items() if address in found)

@@ -2,8 +2,8 @@
 
 Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
 arXiv:1910.02054, stage 1, with each shard on several ranks. Gradients are summed as without it, by
-any exchange, and are whole on every rank: so the results are bitwise identical to those of the
-whole optimizer, and so is the norm for clipping.
+any exchange, and are whole on every rank: so results and the norm for clipping are bitwise
+identical to the whole optimizer's.
 """
 
 from __future__ import annotations

@@ -252,8 +252,7 @@ class Spanning:
         if self._elastic and has_batchnorm:
             raise UserError(
                 f"{of_task} has BatchNorm, and spans ranks of an elastic run: after a failure its "
-                "statistics could be those of another step than its weights; use LayerNorm or "
-                "GroupNorm"
+                "statistics could be of another step than its weights; use LayerNorm or GroupNorm"
             )
         if parallel.tensor > 1:
             from hvdtrain.parallel.tensor import apply_tensor
@@ -284,7 +283,7 @@ class Spanning:
         if has_batchnorm:
             raise UserError(
                 f"parallel.pipeline {parallel.pipeline}: {of_task} has BatchNorm, whose statistics "
-                "would be those of one stage: use LayerNorm or GroupNorm"
+                "would be of one stage only: use LayerNorm or GroupNorm"
             )
         layout = Layout(parallel.pipeline, virtual_stages(parallel.schedule))
         self.stages = CutModel(task, model, layout, mesh.coordinates["pipeline"])

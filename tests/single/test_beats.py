@@ -154,7 +154,7 @@ def test_watchdog_reports_with_backoff_while_its_heartbeats_are_lost(
         if told[0] == 1:
             raise OSError("not reached")
 
-    threading.Thread(target=line.beat_for_ever, args=(tell,), daemon=True).start()
+    threading.Thread(target=line.beat_forever, args=(tell,), daemon=True).start()
     time.sleep(1)
     assert told == [0], "its beats are acknowledged"
     line._driver = nobody
@@ -182,7 +182,7 @@ def test_rank_survives_lost_acknowledgements_and_heartbeats(
     def tell() -> None:
         ear.beats.answered(0)
 
-    threading.Thread(target=line.beat_for_ever, args=(tell,), daemon=True).start()
+    threading.Thread(target=line.beat_forever, args=(tell,), daemon=True).start()
     time.sleep(2.5)
     monkeypatch.setattr(line, "_acknowledged", lose)
     time.sleep(5)

@@ -1,6 +1,6 @@
 # make train   set up this machine, then train the default task on NP ranks
 # make test    set up this machine, then run every test
-# make test-fast   tests/single without the tests that start whole runs: two to three minutes
+# make test-fast   tests/single without the tests that start whole runs: two minutes
 # make test-newest-torch   tests marked smoke, and tests/parallel, on the newest torch
 # make soak    kill ranks for 5 minutes, train on 16 ranks, run the long cluster tests: not part of make test
 # make chaos   inject random faults of all kinds for 5 minutes: not part of make test
@@ -34,9 +34,8 @@ VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-torch-$(TORCH))
 BIN := $(CURDIR)/$(VENV)/bin
 STAMPS := $(VENV)/stamps
 LOGS := build/tests
-# Two tests of tests/single run at a time, and three of tests/cluster (see tests/conftest.py), which
-# often wait. Tests marked alone measure seconds; they run afterwards, one at a time.
-TWO := -n 2 --dist loadfile
+# Three tests run at a time on two cores (see tests/conftest.py): they often wait. Tests marked alone
+# measure seconds; they run afterwards, one at a time.
 THREE := -n 3 --dist loadfile
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c $(VENV)/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
@@ -56,11 +55,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # Launcher tests require `python`, `hvdtrain` and `horovodrun` on PATH.
 test-fast test-single test-gloo test-mpi test-cluster test-smoke soak chaos plan-check exchange-check dev-bench recorded-runs: export PATH := $(BIN):$(PATH)
 
-# Two workers on two cores: with more threads they would compete for the cores.
+# Three workers on two cores: with more threads they would compete for the cores.
 test-fast test-single: export OMP_NUM_THREADS := 1
 
 test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 3000 $(BIN)/python -m pytest -q --color=no $(TWO) --no-loadscope-reorder -m "not alone" tests/single
+	timeout -k 30 3000 $(BIN)/python -m pytest -q --color=no $(THREE) --no-loadscope-reorder -m "not alone" tests/single
 	timeout -k 30 600 $(BIN)/python -m pytest -q --color=no -m alone tests/single
 
 test-fast: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
@@ -79,7 +78,7 @@ test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no -m "alone and not soak" tests/cluster
 
 test-smoke: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 600 $(BIN)/python -m pytest -q --color=no $(TWO) -m smoke $$(grep -rl mark.smoke tests/single tests/cluster)
+	timeout -k 30 600 $(BIN)/python -m pytest -q --color=no $(THREE) -m smoke $$(grep -rl mark.smoke tests/single tests/cluster)
 
 # Use a new environment, because an earlier one may have an older torch. test-mpi is left out:
 # torch does not interact with the controller, and some of the smoke tests run under mpirun.

@@ -14,7 +14,7 @@ from hvdtrain.elastic import heartbeats as beats
 from hvdtrain.elastic.failure_detector import BEAT_SECONDS, Silence
 from hvdtrain.elastic.heartbeats import HeartbeatReceiver, HeartbeatSender, Kind, Message
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 SECRET = b"secret"
 
 

@@ -182,6 +182,7 @@ def test_interrupted_write_leaves_no_files_and_keeps_older_checkpoints(
 
 
 # The limit stops a write as a full disk would; every tensor is larger than 64 bytes.
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [64, 800])
 def test_full_disk_leaves_no_files_and_keeps_older_checkpoints(
     manager: CheckpointManager, limit: int

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -552,6 +553,7 @@ def _run_sequences(begin: type[DecidedJob | SteppedDriver], examples: int) -> No
     )
 
 
+@pytest.mark.slow
 def test_decisions_keep_their_invariants_under_random_events() -> None:
     _run_sequences(DecidedJob, EXAMPLES)
 

@@ -183,6 +183,7 @@ def test_torchrun_is_recognized_unless_another_launcher_started_the_rank(
     assert torchrun_rank(env) == found
 
 
+@pytest.mark.slow
 def test_torchrun_is_rejected_with_one_error_and_starts_no_runs(tmp_path: Path) -> None:
     torchrun = [
         sys.executable,

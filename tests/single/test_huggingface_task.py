@@ -369,6 +369,7 @@ def test_roberta_context_excludes_reserved_positions(tmp_path: Path) -> None:
         _task(directory, "labels", labeled(tmp_path / "l.jsonl"), huggingface__context=POSITIONS)
 
 
+@pytest.mark.slow
 def test_huggingface_hub_is_always_offline() -> None:
     program = (
         "from hvdtrain.tasks.huggingface_model import library\n"

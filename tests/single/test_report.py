@@ -176,6 +176,7 @@ def test_page_renders_in_a_browser_without_complaints(history: History, tmp_path
     assert shown.count("#1b1f24") > 1000 and shown.count("#ffffff") > 10**6
 
 
+@pytest.mark.slow
 def test_page_blocks_requests_to_other_hosts(history: History, tmp_path: Path) -> None:
     assert cli.main(["report", str(history.directory)]) == 0
     page = history.directory / "report.html"

@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow.entities import RunStatus
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto import wandb_internal_pb2
 
 from hvdtrain.errors import UserError
 from hvdtrain.telemetry.config import TelemetryConfig
@@ -46,9 +43,19 @@ def _all_sinks(directory: Path) -> tuple[list[str], dict[str, str]]:
     return [*flags, "--telemetry.mlflow_experiment", "tests"], env
 
 
-def _tensorboard(directory: Path) -> list[tuple[int, float]]:
+# What takes long to import is imported where it is used: each worker imports this file.
+
+
+def _events(directory: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
+    return events
+
+
+def _tensorboard(directory: Path) -> list[tuple[int, float]]:
+    events = _events(directory)
     return [(event.step, event.value) for event in events.Scalars("loss")]
 
 
@@ -72,6 +79,8 @@ def _records(content: bytes) -> Iterator[bytes]:
 
 def _wandb(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """Return the records of each offline run by ID, in order of their start."""
+    from wandb.proto import wandb_internal_pb2
+
     found: dict[str, list[tuple[int, float]]] = {}
     for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
         curve = found.setdefault(path.stem.removeprefix("run-"), [])
@@ -89,6 +98,8 @@ def _mlflow(root: Path) -> tuple[str, list[tuple[int, float]]]:
     files = list(root.glob("mlruns/*/*/metrics/loss"))
     if not files:
         return "", []
+    from mlflow.entities import RunStatus
+
     (file,) = files
     lines = [line.split() for line in file.read_text().splitlines()]
     meta = (file.parents[1] / "meta.yaml").read_text()
@@ -142,8 +153,7 @@ def test_sinks_receive_every_metric_of_metrics_jsonl(tmp_path: Path) -> None:
     assert done.returncode == 0, done
     lines = metrics(tmp_path / "run")
     names = {key for line in lines for key in line} - {"step", "time", "state_hash", "generation"}
-    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
-    events.Reload()
+    events = _events(tmp_path / "run")
     assert set(events.Tags()["scalars"]) == names and "validation_loss" in names
     assert [e.step for e in events.Scalars("validation_loss")] == [2, 4]
     assert events.Scalars("loss")[0].wall_time == pytest.approx(lines[0]["time"], abs=0.01)

@@ -17,6 +17,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.run.data import build_data
 
 
+@pytest.mark.slow
 def test_flights_have_only_facts_before_departure_and_are_split_by_day(
     tmp_path: Path,
 ) -> None:

@@ -52,6 +52,7 @@ def test_no_optimizer_imports_dynamo_with_the_stand_in() -> None:
     assert _run(first + _OPTIMIZE) == "False"
 
 
+@pytest.mark.slow
 def test_optimizers_import_dynamo_without_the_stand_in() -> None:
     assert _run(_OPTIMIZE) == "True", "torch no longer does: remove hvdtrain/runtime/lazy_dynamo.py"
 
@@ -177,6 +178,7 @@ def test_leaves_of_nested_arguments_are_found() -> None:
     assert [leaf for leaf in leaves if isinstance(leaf, Tensor)] == [one, two, three]
 
 
+@pytest.mark.slow
 def test_compilations_call_back_at_begin_and_end() -> None:
     code = """
 import torch

@@ -14,6 +14,8 @@ from tests.support import warm
 from tests.support.job import Job, poll
 from tests.support.runs import environment
 
+pytestmark = pytest.mark.slow
+
 WAITING = "rank: "
 
 

@@ -450,6 +450,10 @@ class Decisions(RuleBasedStateMachine):
         """The driver considers its processes; those that ask get their ranks."""
         if self.job.over:
             return
+        for rank in self._live("asking"):
+            # Its answer was lost: a process asks again at once, and not after all this time.
+            if not rank.hangs and self.job.state.processes[rank.number].state == "running":
+                self._poll(rank)
         now = self.job.now + seconds
         asking = [r for r in self._live("asking") if r.survivor and not self._lost(r)]
         waited = max((now - r.since for r in asking), default=0.0)

@@ -194,7 +194,7 @@ def test_ranks_build_the_same_indexes_as_one_process(
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("indexes made: 1") == 3  # one rank reports it
+        assert done.stdout.count("indexes built: 1") == 3  # one rank reports it
     indexes = [sorted((tmp_path / directory).glob(".*")) for directory in ("alone", "shared")]
     assert [len(found) for found in indexes] == [3, 3]
     for own, other in zip(*indexes, strict=True):

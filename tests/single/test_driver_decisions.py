@@ -451,8 +451,8 @@ class Decisions(RuleBasedStateMachine):
         if self.job.over:
             return
         for rank in self._live("asking"):
-            # Its answer was lost: a process asks again at once, and not after all this time.
-            if not rank.hangs and self.job.state.processes[rank.number].state == "running":
+            # A process always has a request in flight: it asks again at once if an answer is lost.
+            if not rank.hangs and self.job.state.processes[rank.number].state != "waiting":
                 self._poll(rank)
         now = self.job.now + seconds
         asking = [r for r in self._live("asking") if r.survivor and not self._lost(r)]

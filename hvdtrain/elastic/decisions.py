@@ -5,14 +5,17 @@ and returns the actions that are due; `JobState.apply` records that one was perf
 of a process:
 
     starting -> waiting -> running -> waiting -> running ... -> gone
-                  |  requests its rank: POST /join/NUMBER
-                  v
-    a generation: all waiting processes get ranks once no process runs in the previous generation
 
-    removed: excluded from the run (its host was taken away, or the process does not fit the run)
-    spare:   waits, like a newcomer, until the processes suffice for another replica of the model
-             (processes.py); a spare that has taken part before rejoins as a newcomer
+    A process becomes "waiting" when it requests its rank (POST /join/NUMBER). Once no process runs
+    in the previous generation, the waiting processes that form whole replicas get their ranks and
+    become "running".
+
+    removed: excluded from the run: its host or slot was taken away, it was refused (it does not fit
+             the run, or repeatedly did not receive its state), or it asked to be replaced
     lost:    given up: no rank waits for it, and its slot is not used while the process exists
+
+A spare is "waiting", until the processes suffice for another replica of the model (processes.py).
+A spare that has taken part before rejoins as a newcomer.
 """
 
 from __future__ import annotations
@@ -77,7 +80,7 @@ class StartProcess(Action):
 
 @dataclass(frozen=True)
 class EndProcess(Action):
-    """Ask a process to end, with SIGTERM."""
+    """End a process: SIGTERM, and SIGKILL 5 s later."""
 
     number: int
 
@@ -175,13 +178,14 @@ class JobState:
         timeout: seconds to wait for hosts while too few processes are left.
         reset_limit: failed generations that the job tolerates; None: any number.
         processes: all that were started; the index is a process's number.
-        generations: number of generations formed; the current one has the number before.
+        generations: number of generations formed; the current one has number generations - 1.
         newcomers: processes of the current generation that need the run's state from others.
         identity: of the run, and the host that reported it.
         rank_lost: a running process was lost, and the other ranks are not notified yet.
         failed: a process died since the last generation was formed.
         failed_generations: number of generations that ended because a process died.
-        counted_generations: number of generations whose end has been counted as a failure.
+        counted_generations: value of `generations` when the end of a generation was last counted as
+            a failure.
         short_since: since when too few processes have been left.
         stop_requested: the ranks write a checkpoint and end (a signal, or a host leaves).
         ending_since: since when the ranks have been ending by agreement.
@@ -376,13 +380,14 @@ class JobState:
 
 
 def decide(job: JobState, now: float) -> list[Action]:
-    """Return the actions that are due now; an empty list if nothing is until the next event.
+    """Return the actions that are due now; an empty list if none is.
 
     The first rule that applies determines them. The driver performs them, and calls again.
     """
     if job.over:
         return []
-    # First notify the others: SIGTERM to a rank that is alive must not stop all of them.
+    # Before any SIGTERM: a rank that was given up but is alive would ask all others to stop. Once
+    # its generation is over, it can no longer reach them.
     if job.rank_lost:
         running = tuple(p.number for p in job.alive("running"))
         return [EndGeneration(job.generations - 1, running)]
@@ -459,7 +464,7 @@ def _is_new(process: TrainingProcess) -> bool:
 
 
 def _survivors(job: JobState) -> list[TrainingProcess]:
-    """Processes that request ranks after the end of a generation."""
+    """Processes that request new ranks after the end of a generation."""
     return [p for p in job.alive("waiting") if not _is_new(p)]
 
 

@@ -12,10 +12,11 @@ When a rank is lost:
    have waited too long for it (GiveUpProcess).
 2. EndGeneration: the driver clears the rendezvous and notifies the remaining ranks (OVER, see
    heartbeats.py), which abort their collectives.
-3. The survivors request ranks (`join`). FormGeneration: they form the next generation at once.
-4. StartProcess: meanwhile the driver starts a process in the free slot. When that process is ready
-   to train, it waits, rank 0 learns of it (`news`), and all ranks form another generation at the
-   next step boundary. No rank waits for a process to start, unless too few ranks are left.
+3. The survivors request new ranks (`join`). FormGeneration: they form the next generation at once.
+4. StartProcess: after the slot's pause, usually while the survivors already train again, the driver
+   starts a process in the free slot. When that process is ready to train, it waits, rank 0 learns
+   of it (`news`), and all ranks form another generation at the next step boundary. No rank waits
+   for a process to start, unless too few ranks are left.
 
 A slot whose process died is used again after a pause, which grows while its processes keep dying
 (processes.py); its host stays in use.

@@ -4,8 +4,9 @@ TrainStep runs a step in this order:
 
 1. Save the model's buffers, which forward passes change (SavedBuffers).
 2. Run forward and backward for each micro-batch of this rank (accumulate.py, or pipeline.py for a
-   pipeline). Before the last backward pass, send the control vector: one all-reduce that sums loss,
-   metrics and flags over all ranks (ControlVector), by which ranks agree on a stop, for example.
+   pipeline). Before the last backward pass (in a pipeline, after it), send the control vector: one
+   all-reduce that sums loss, metrics and flags over all ranks (ControlVector), by which ranks
+   agree on a stop, for example.
 3. In the last backward pass, hooks of the exchange send each bucket of gradients when it is
    complete, compressed if configured (hvdtrain/exchange/base.py lists where).
 4. Wait for the gradients of the global batch and for the control vector.
@@ -17,10 +18,11 @@ TrainStep runs a step in this order:
    which the loop calls). With local SGD, average the ranks' states if it is due (local_steps.py).
 
 If a rank is lost in 2 to 6, the step raises RankLostError and leaves the state as it was before the
-step (exception: local SGD, see LocalSteps). An elastic run then continues in a new generation
+step (local SGD: see below). An elastic run then continues in a new generation
 (run/session.py), which repeats the step; any other run ends. If another rank passed the wait in 6
 and applied the update, this rank applies it late (Agreement.catch_up). If a rank is lost in 8, the
-step counts, and the next generation completes the parameters (zero_state.redistribute).
+step counts, and the next generation completes the parameters (zero_state.redistribute). With local
+SGD, a rank lost in any of these returns all ranks to their last common state (KeepCommonState).
 
 RankLostError is another name of Horovod's HorovodInternalError (runtime/collectives.py).
 """
@@ -85,7 +87,7 @@ class StepResult:
         stop: some rank received a request to stop
         membership_changed: some rank was notified that processes join or leave
         used: samples and tokens in the micro-batches of all ranks
-        ready_at: time.perf_counter() when everything but the update was done
+        ready_at: time.perf_counter() when the update was prepared, before the wait for other ranks
     """
 
     values: dict[str, float]
@@ -102,9 +104,10 @@ class StepResult:
 class TrainStep:
     """Turn micro-batches into one update of the model, identical on every rank.
 
-    A step that is skipped (its gradient was not finite) or that fails leaves parameters, optimizer
-    state and saved buffers (see SavedBuffers) bitwise identical to their values before the step, on
-    every rank. (LocalSteps wraps the step for local SGD.)
+    A step that is skipped (its gradient was not finite) leaves parameters, optimizer state and
+    saved buffers (see SavedBuffers) bitwise identical to their values before the step, on every
+    rank. So does a step that fails, on each rank that has not applied the update: with an
+    Agreement, other ranks may have applied it. (LocalSteps wraps the step for local SGD.)
 
     Args:
         batch: sizes of a step and of a micro-batch.
@@ -305,7 +308,8 @@ class TrainStep:
     def due(self, step: int, every: int) -> bool:
         """Whether an action on the state that is taken every `every` steps is due after this step.
 
-        LocalSteps overrides it: the ranks' states are identical only after a synchronization.
+        With local SGD, LocalSteps.due replaces it: the ranks' states are identical only after an
+        average. Checkpoints have an interval of their own (callbacks/checkpoint.py).
         """
         return step % every == 0
 
@@ -372,7 +376,7 @@ class ControlSums:
 class ControlVector:
     """Float64 vector of one step, summed over all ranks.
 
-    It is sent before the last backward pass and overlaps with it.
+    It is sent before the last backward pass and overlaps with it; in a pipeline, after it.
 
     Args:
         used: contents of this rank's micro-batches.
@@ -462,8 +466,8 @@ class UpdateResult:
 class Update:
     """Scale the gradients, check that they are finite, clip them, and step.
 
-    `prepare` needs all ranks and changes only gradients; `commit` changes the state, without
-    communication.
+    `prepare` may communicate; it changes gradients and sets the learning rate. `commit` changes the
+    parameters and the optimizer's state, without communication.
 
     Args:
         optimizer: over the parameters of `exchange`.

@@ -4,11 +4,12 @@ Where a gradient is compressed depends on the implementation, which build.py sel
 
 - dense.py: in the last backward pass, when a bucket is complete, each gradient is cast to the wire
   dtype (wire.py; float16 is scaled first, float32 stays as it is), and Horovod sums the bucket.
+  `reduce` sends gradients that no pass has reached, as zeros, waits for the sums and casts back.
 - topk.py, powersgd.py: a bucket (bucketed.py) compresses and sends its gradients in `Bucket.send`,
   in the last backward pass, and decompresses them in `Bucket.receive`, in `reduce`. powersgd sends
   a second time in `Bucket.answer`, also in `reduce`.
-- exact.py, adasum.py: buckets as in topk.py, without compression; exact converts each gradient to
-  fixed point in `Bucket.arrived`.
+- exact.py, adasum.py: buckets as in topk.py, without compression. exact converts a micro-batch's
+  gradients to fixed point together, when all of the bucket have arrived.
 - spanning.py: sums the gradients of a model that spans ranks over its replicas, uncompressed, in
   `reduce`; along `shard`, FSDP has summed them in the backward pass.
 - local_sgd.py: reduces no gradients; it averages parameters and optimizer state periodically.

@@ -1,7 +1,8 @@
 """Which ranks hold which shards, and which transfers turn one assignment into another.
 
-Everything here is a pure function of sizes, hosts and ranks: every rank computes the same result
-without communication. Two layouts use it:
+Everything here is a pure function. A ShardMap follows from sizes, hosts and ranks alone. A plan of
+transfers also needs what each rank holds, which the callers gather first. All ranks then compute
+the same result. Two layouts use it:
 
 - The state of a sharded optimizer (zero.py, ZeRO-1, arXiv:1910.02054). The trained parameters,
   flattened and concatenated, are cut into as many equal shards as there are ranks, and each shard
@@ -92,7 +93,7 @@ class ShardMap:
         return [interval for shard in self.shards_of(rank) for interval in self.shards[shard]]
 
     def shards_of(self, rank: int) -> list[int]:
-        """Return the shards that a rank holds; a shard that it holds first comes first."""
+        """Return a rank's shards, beginning with the shard of which it is the first holder."""
         return [
             shard
             for first in (True, False)
@@ -173,8 +174,9 @@ def plan_transfers(
     """Plan the transfers that give every rank its elements; each missing element is sent once.
 
     Args:
-        held: the intervals that each rank holds as of the most advanced step.
-        wanted: the intervals that each rank must hold.
+        held: for each rank of the new generation, the intervals that it holds as of the most
+            advanced step; none if it has just joined, or is behind.
+        wanted: for each rank of the new generation, the intervals that it must hold.
 
     Returns:
         Transfers, ordered by source, then by interval; zero_state.py batches consecutive transfers

@@ -87,7 +87,10 @@ def test_fit_finds_a_size_or_reports_why_it_cannot(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--exchange.name exact --runtime.threads 1", "fit excludes exchange.name exact: results would depend"),
+        (
+            "--exchange.name exact --runtime.threads 1",
+            "fit excludes exchange.name exact: results would depend",
+        ),
         ("--batch.max_tokens 99", "fit finds batch.micro_size, which batch.max_tokens replaces"),
     ],
 )

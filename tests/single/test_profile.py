@@ -33,10 +33,10 @@ PACED = (
 
 
 def _run(directory: Path, arguments: str, launcher: str = "", late: int = 9) -> Finished:
-    """Run 14 steps in directory/run; rank `late` takes 20 ms longer for each sample."""
+    """Run 14 steps in directory/run; rank `late` takes 30 ms longer for each sample."""
     slow = directory / "slow"
     slow.touch()
-    env = {"HVDTRAIN_TEST_LAG": f"{late}:0.02:{slow}", "HVDTRAIN_TEST_PACE": "0.05"}
+    env = {"HVDTRAIN_TEST_LAG": f"{late}:0.03:{slow}", "HVDTRAIN_TEST_PACE": "0.05"}
     where = ["--run.root", str(directory), "--run.id", "run"]
     flags = [*PACED.split(), *where, *arguments.split()]
     done = runs.run(directory, flags, launcher, env)

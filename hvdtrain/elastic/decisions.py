@@ -246,11 +246,17 @@ class JobState:
             process.become("waiting", now)
 
     def exited(self, process: TrainingProcess, code: int, now: float) -> str:
-        """A process has ended: it was excluded, the ranks have agreed to end, or it is a loss."""
+        """Record that a process has ended: it was excluded, the ranks agreed, or it is a loss.
+
+        If a leaving rank dies, the others are notified, but no failure is counted.
+        """
         state, was_starting = process.state, process.state == "starting"
         pause = 0.0 if state == "removed" else self.slots.failed(process, now)
         process.become("gone", now)
-        if state in ("removed", "lost") or process.leaving or self.killed_since is not None:
+        if state in ("removed", "lost") or self.killed_since is not None:
+            return ""
+        if process.leaving:
+            self.rank_lost |= state == "running" and code not in _FINAL and not self.ending
             return ""
         # A newcomer, or a process with an error of its own, ends without agreement of the ranks.
         alone = (was_starting and self.generations) or process.failure
@@ -451,9 +457,9 @@ def _free_slots(job: JobState, now: float) -> list[tuple[str, int]]:
 
 def _start_replacements(job: JobState, now: float) -> list[Action]:
     """Start processes for those that asked to be replaced; the others may have ended, too."""
-    last = {(p.host, p.slot): p for p in job.processes}
-    if not any(p.replaced for p in last.values()):
+    if not any(p.replaced for p in job.processes):
         return []
+    last = {(p.host, p.slot): p for p in job.processes}
     free = [place for place in _free_slots(job, now) if place in last and last[place].replaced]
     return _start(job, free, job.max_np)
 
@@ -485,10 +491,11 @@ def _give_up_overdue(job: JobState, now: float) -> list[Action]:
 
     Such a process never takes part again: SIGTERM makes a rank ask all others to stop.
     """
-    survivors = _survivors(job)
-    waited = max((p.lasted(now) for p in survivors), default=0.0)
-    verdict = max((p.status.verdict_seconds for p in survivors if p.status), default=0.0)
-    actions: list[Action] = []
+    survivors, actions = _survivors(job), list[Action]()
+    waited = max(0.0, now - min((p.since for p in survivors), default=now))
+    verdict = 0.0
+    if waited > _LAST_RESORT_SECONDS:
+        verdict = max((p.status.verdict_seconds for p in survivors if p.status), default=0.0)
     for process in job.alive("running"):
         overdue = waited > max(verdict, _LAST_RESORT_SECONDS)
         if process.leaving_since is not None:

@@ -26,7 +26,6 @@ from tests.support.doctored import (
     BOTH,
     OF_A_HOST,
     OF_A_LOGIN,
-    OWN,
     TOGETHER,
     Examined,
     Fault,
@@ -69,9 +68,9 @@ def _made(doctor: Examined, fault: Fault) -> Iterator[None]:
 
 def _check(doctor: Examined, faults: Sequence[Fault], cwd: Path = REPOSITORY) -> None:
     """Create the faults at once; check that they are reported, fixed and absent."""
-    with ExitStack() as mended_by_itself, ExitStack() as undone:
+    with ExitStack() as fixed, ExitStack() as undone:
         for fault in faults:
-            stack = mended_by_itself if fault.mend == OWN else undone
+            stack = fixed if fault.fixable else undone
             stack.enter_context(_made(doctor, fault))
         path = {"PATH": f"/tmp/other:{ENVIRONMENT['PATH']}"}  # node1 has no such directory
         findings = doctor.findings(hosts=faults[0].hosts, cwd=cwd, env=path)
@@ -79,11 +78,11 @@ def _check(doctor: Examined, faults: Sequence[Fault], cwd: Path = REPOSITORY) ->
             found = named(findings, fault.check, fault.where)
             assert fault.says in found["what"] and found["severity"] == fault.severity, found
             assert found["why"] and found["mend"], found
-            if fault.mend == OWN:
+            if fault.fixable:
                 for host in fault.on.split():
                     doctor.on(host, found["mend"])
         undone.close()
-        if any(fault.mend == OWN for fault in faults):
+        if any(fault.fixable for fault in faults):
             assert doctor.findings(cwd=cwd) == []
 
 

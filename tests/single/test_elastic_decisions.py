@@ -514,6 +514,14 @@ def test_rank_with_an_error_of_its_own_does_not_end_the_job() -> None:
     assert not job.state.ending and job.state.rank_lost
 
 
+def test_survivors_are_notified_when_a_leaving_rank_dies() -> None:
+    job = _start({"a": 1, "b": 1})
+    _find(job, a=1)
+    job.exit(1, 137)
+    assert decide(job.state, job.now) == [EndGeneration(0, (0,))]
+    assert not job.state.failed, "the removal of its host counted as a failure"
+
+
 def test_end_of_a_leaving_rank_does_not_end_the_job() -> None:
     job = _start({"a": 1, "b": 1})
     _find(job, a=1)

@@ -79,7 +79,6 @@ if __name__ == "__main__":
 
 
 BOTH = "node1:1,node2:1"
-OWN = "the finding's own command"
 NAMES = "grep -vw {name} /etc/hosts > /tmp/names; mount --bind /tmp/names /etc/hosts"
 BASHRC = "printf '%s\\n' '{line}' > /tmp/bashrc; mount --bind /tmp/bashrc ~/.bashrc"
 
@@ -93,7 +92,7 @@ class Fault:
         make: commands that create it; {root} is run.root.
         says: text of the finding.
         undo: commands that restore the host.
-        mend: OWN: the command that the finding names is run before `undo`.
+        fixable: the command that the finding names repairs the host; `undo` follows.
         on: host on which the commands run.
         where: location of the finding.
         severity: severity of the finding.
@@ -103,7 +102,7 @@ class Fault:
     make: str
     says: str
     undo: str
-    mend: str = ""
+    fixable: bool = False
     on: str = "node2"
     where: str = "node2"
     severity: str = "error"
@@ -114,7 +113,7 @@ class Fault:
 OF_A_HOST = {
     "own name": Fault(
         "own name", NAMES.format(name="node2"), "cannot resolve its own name",
-        "umount -l /etc/hosts", OWN,
+        "umount -l /etc/hosts", fixable=True,
     ),
     "the name of another": Fault(
         "name", NAMES.format(name="node1"), "node1 cannot be resolved there",
@@ -122,7 +121,7 @@ OF_A_HOST = {
     ),
     "small /dev/shm": Fault(
         "shm", "mount -o remount,size=16m /dev/shm", "/dev/shm has 16 MiB free",
-        "mount -o remount,size=1g /dev/shm", OWN,
+        "mount -o remount,size=1g /dev/shm", fixable=True,
     ),
     "few open files": Fault(
         "open files", "prlimit --pid 1 --nofile=200:", "may open 200 files",
@@ -212,12 +211,12 @@ OF_A_LOGIN = {
         "umount -l /etc/hosts", on="node1",
     ),
     "an unknown host key": Fault(
-        "ssh", "true", "its host key is not known here", "rm -f ~/.ssh/known_hosts", OWN,
+        "ssh", "true", "its host key is not known here", "rm -f ~/.ssh/known_hosts", fixable=True,
         on="node1",
     ),
     "another host key": Fault(
         "ssh", "ssh-keyscan node1 2>/dev/null | sed s/node1/node2/ > ~/.ssh/known_hosts",
-        "its host key differs from the key", "rm -f ~/.ssh/known_hosts", OWN, on="node1",
+        "its host key differs from the key", "rm -f ~/.ssh/known_hosts", fixable=True, on="node1",
     ),
     "a key that is not allowed": Fault(
         "ssh", "mount --bind /dev/null {directory}/key.pub", "asks for a password",

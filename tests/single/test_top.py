@@ -243,6 +243,7 @@ def test_ranks_added_by_a_resize_of_the_run_are_shown(
     exporter.close()
 
 
+@pytest.mark.alone
 def test_silent_ranks_do_not_delay_the_scrape_of_other_ranks(tmp_path: Path) -> None:
     exporter = _serve(tmp_path)
     with socket.create_server((HOST, 0)) as silent:
@@ -258,7 +259,7 @@ def test_silent_ranks_do_not_delay_the_scrape_of_other_ranks(tmp_path: Path) -> 
         scraper.close()
     exporter.close()
     # In the first round the silent ranks may have used all connections.
-    assert all(ranks[-1].problem == "" for ranks in rounds[1:])
+    assert [ranks[-1].problem for ranks in rounds[1:]] == ["", ""]
     ranks = rounds[-1]
     assert all(rank.problem for rank in ranks[:-1])
     assert ranks[-1].shares == pytest.approx(dict.fromkeys(PHASES, 1 / 8))

@@ -35,7 +35,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 STAMPS := $(VENV)/stamps
 LOGS := build/tests
 # Three tests run at a time on two cores (see tests/conftest.py): they often wait. Tests marked alone
-# measure seconds; they run afterwards, one at a time.
+# measure seconds; they run afterwards, one at a time, or two on hosts whose ranks mostly wait.
+TWO := -n 2 --dist loadfile
 THREE := -n 3 --dist loadfile
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c $(VENV)/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
@@ -75,7 +76,7 @@ test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 
 test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(THREE) -m "not alone and not soak" tests/cluster
-	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no -m "alone and not soak" tests/cluster
+	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(TWO) -m "alone and not soak" tests/cluster
 
 test-smoke: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 600 $(BIN)/python -m pytest -q --color=no $(THREE) -m smoke $$(grep -rl mark.smoke tests/single tests/cluster)

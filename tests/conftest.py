@@ -27,3 +27,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return file if shares(file) else nodeid
 
     return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the tests of tests/cluster evenly among those of tests/single.
+
+    The former mostly wait, the latter mostly compute: together they use both cores.
+    """
+    groups: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        groups["tests/cluster/" in item.nodeid].append(item)
+    place = {item: at / len(group) for group in groups.values() for at, item in enumerate(group)}
+    items.sort(key=place.__getitem__)

@@ -139,6 +139,15 @@ def of_launcher() -> MPI:
     return _of_launcher(path)
 
 
+def problem() -> str:
+    """Return why no ranks can be started with mpirun, in one line; "" if they can."""
+    try:
+        of_launcher()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 @functools.cache
 def _of_launcher(path: str) -> MPI:
     texts = [_output([path, "--version"])]
@@ -167,6 +176,14 @@ def compiler(env: Mapping[str, str] = os.environ) -> list[str]:
     if shutil.which("mpicxx"):
         return ["mpicxx"]
     return shlex.split(env.get("CXX", ""))
+
+
+# Patterns of `mpirun --version` in a shell script, and which MPI has them; the last one is Hydra.
+SHELL_PATTERNS = (
+    ('*"Open MPI"*', MPI("openmpi", "4")),
+    ("*Intel*", MPI("intelmpi", "2021")),
+    ("*", MPI("mpich", "4")),
+)
 
 
 def intel_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -229,7 +246,13 @@ def argv(
         if os.geteuid() == 0:
             options.insert(0, "--allow-run-as-root")  # refused without it: containers
         options += exports(mpi, exported)
-    return [*before, "mpirun", "-np", str(np), *options, *command]
+    return [*before, program(mpi), "-np", str(np), *options, *command]
+
+
+def program(mpi: MPI) -> str:
+    """Return the name of the launcher, which passes signals on to the ranks."""
+    # Intel's mpirun is a script that starts mpiexec.hydra and does not pass signals on.
+    return "mpiexec.hydra" if mpi.name == "intelmpi" else "mpirun"
 
 
 def binding(mpi: MPI) -> list[str]:

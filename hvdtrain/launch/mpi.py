@@ -312,9 +312,12 @@ def _launcher_variables(mpi: MPI, watched: bool) -> list[str]:
 def lacking(mpi: MPI) -> list[str]:
     """Return what `argv(watched=True)` cannot ask of this MPI; a supervisor reports it at start."""
     if mpi.is_prrte:
-        return ["after the death of a rank, mpirun gives the other ranks a few seconds to end"]
+        return ["mpirun kills the ranks of a failed job after a delay of its own, not at once"]
     if not mpi.is_open_mpi:
-        return ["mpirun itself does not detect a broken link to its daemons on other hosts"]
+        return [
+            "its launcher does not detect a broken link: if this host dies, ranks on other hosts "
+            "remain until the run is started again"
+        ]
     return []
 
 
@@ -331,5 +334,5 @@ def exit_code(mpi: MPI, code: int) -> int:
     return 128 + code if code in _SIGNALS else code
 
 
-# Signals that end a rank and whose numbers are no exit codes of hvdtrain.
+# Signals that end a rank; hvdtrain uses none of their numbers as an exit code.
 _SIGNALS = (4, 6, 7, 8, 9, 11, 15)

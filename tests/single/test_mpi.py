@@ -231,7 +231,6 @@ def test_ranks_are_started_with_the_installed_mpi() -> None:
         "local = f'{e.launched_local_rank()} {e.launched_local_size()}'; "
         "os.write(1, f'rank {rank} {size} {local}\\n'.encode())"
     )
-    # Processes that are no MPI programs: a launcher may wait for them without a limit.
     argv = mpi.argv(mpi.of_launcher(), 3, [sys.executable, "-c", show])
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     ranks = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))

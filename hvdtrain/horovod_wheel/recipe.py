@@ -113,7 +113,8 @@ def _detect_mpi() -> mpis.MPI:
             "Cray MPICH or Intel MPI: put the directory of mpicxx first on PATH, or set CXX to a "
             "compiler that finds MPI (on a Cray: CC=cc CXX=CC), or build with --without-mpi"
         )
-    if shutil.which("mpirun"):
+    # Another launcher of the site, such as srun, may start the ranks.
+    if not mpis.problem():
         launcher = mpis.of_launcher()
         if not launcher.starts(compiled):
             raise UserError(

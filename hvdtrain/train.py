@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from hvdtrain.config import Settings, parse
 from hvdtrain.errors import EXIT_USER, UserError, of_import
-from hvdtrain.runtime import lazy_dynamo
+from hvdtrain.runtime import lazy_dynamo, pmi
 from hvdtrain.runtime.environment import launched_rank, process_start, torchrun_rank
 from hvdtrain.runtime.heartbeat import HEARTBEAT, Activity
 from hvdtrain.runtime.signals import StopFlag
@@ -106,6 +106,8 @@ def end_process(code: int, seconds: float = _EXIT_SECONDS) -> NoReturn:
         from hvdtrain.runtime.failure import leave_horovod
 
         leave_horovod()  # all ranks do so now: no rank waits for a blocked one
+    if code:
+        pmi.abort_job(code)
     sys.exit(code)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 from hvdtrain.bench.processes import launch, measure, on_threads
 from hvdtrain.bench.report import load, machine
 from hvdtrain.errors import UserError
+from hvdtrain.launch import mpi as launcher
 from hvdtrain.launch.hostfile import parse_hosts
 from hvdtrain.text import aligned
 
@@ -106,7 +106,7 @@ def missing_contenders() -> dict[str, str]:
     from hvdtrain.runtime.init import built_with
 
     built = built_with()
-    mpirun = "" if shutil.which("mpirun") else "mpirun is not installed"
+    mpirun = launcher.problem()
     mpi4py = "" if importlib.util.find_spec("mpi4py") else "mpi4py is not installed"
     gloo = "" if built["gloo"] else "Horovod was built without Gloo"
     mpi = "" if built["mpi"] else "Horovod was built without MPI"

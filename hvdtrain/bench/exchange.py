@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 import tempfile
 from bisect import bisect_right
@@ -20,6 +19,7 @@ from hvdtrain.bench.report import load, machine
 from hvdtrain.config import Config, parse
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.config import STRATEGIES, ExchangeConfig
+from hvdtrain.launch import mpi
 from hvdtrain.run_files.events_file import read_lines
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.text import aligned
@@ -138,8 +138,8 @@ def _check(config: Config, ranks: RankPlacement) -> None:
                 f"exchange.{key} {value}: the strategies set this key; omit it and choose "
                 "with --strategies"
             )
-    if ranks.launcher == "mpi" and shutil.which("mpirun") is None:
-        raise UserError("--launcher mpi: mpirun is not installed; choose --launcher gloo")
+    if ranks.launcher == "mpi" and (problem := mpi.problem()):
+        raise UserError(f"--launcher mpi: {problem}")
 
 
 def _made(root: Path) -> Path:

@@ -14,6 +14,7 @@ import jinja2
 
 import hvdtrain
 from hvdtrain.errors import UserError
+from hvdtrain.launch import mpi
 from hvdtrain.launch.hostfile import Host, total_slots
 
 # Valid as a label of Kubernetes and of DNS, as host names are derived from it. At most 40
@@ -207,7 +208,7 @@ def _render(template: str, job: Job, **more: object) -> str:
         "argument": _argument,
         "dollars": _dollars,
     }
-    return environment.get_template(template).render(job=job, **more)
+    return environment.get_template(template).render(job=job, mpi=mpi, **more)
 
 
 def _yaml(text: str) -> str:

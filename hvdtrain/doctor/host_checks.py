@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.doctor.findings import ERROR, WARNING, Diagnosis
+from hvdtrain.launch import mpi
 
 Facts = Mapping[str, Any]
 
@@ -92,7 +93,8 @@ def _libraries(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
 
 def _mpi(host: str, facts: Facts) -> Iterable[Diagnosis]:
     wheel, loaded = facts["versions"]["horovod"], facts["libraries"]
-    built = re.search(r"\.(openmpi|mpich|intelmpi)((?:\d+)(?:\.\d+)*?)\.gloo\.mpi\b", wheel)
+    found = re.search(rf"\.({mpi.PATTERN})\.gloo\.mpi\b", wheel)
+    built = mpi.find(found[1]) if found else None
     with_mpi = loaded.get("built", {}).get("mpi", built is not None)
     if not with_mpi:
         return
@@ -100,15 +102,16 @@ def _mpi(host: str, facts: Facts) -> Iterable[Diagnosis]:
         yield Diagnosis(
             "mpi",
             host,
-            "Horovod was built with MPI, and no mpirun is on PATH for a command over ssh",
+            "Horovod was built with MPI, and no mpirun is on PATH (or an unknown one) for a "
+            "command over ssh",
             "mpirun starts a daemon on each host, and cannot find it there",
             f"sudo apt-get install -y openmpi-bin   # on {host}; or add its directory to PATH",
         )
-    elif built is not None and facts["mpi"] != built[1] + built[2]:
+    elif built and (launcher := mpi.find(facts["mpi"])) and not launcher.starts(built):
         yield Diagnosis(
             "mpi",
             host,
-            f"Horovod was built for {built[1]} {built[2]}, and mpirun belongs to {facts['mpi']}",
+            f"Horovod was built for {built.title}, and mpirun belongs to {launcher.title}",
             "each rank may form a separate world, or not start",
             _BUILD,
         )
@@ -116,7 +119,7 @@ def _mpi(host: str, facts: Facts) -> Iterable[Diagnosis]:
 
 def _torch_of(wheel: str) -> str:
     """The torch version that hvdtrain's wheel names; "" for another wheel."""
-    found = re.search(r"\+torch(.+?)(?:\.(?:openmpi|mpich|intelmpi)\d|\.gloo)", wheel)
+    found = re.search(rf"\+torch(.+?)(?:\.{mpi.PATTERN}|\.gloo)", wheel)
     return found[1] if found else ""
 
 

@@ -25,8 +25,10 @@ from typing import Any
 import psutil
 
 import hvdtrain
+from hvdtrain.errors import UserError
 from hvdtrain.files import FileLock
-from hvdtrain.horovod_wheel.recipe import installed_version, parse_mpi
+from hvdtrain.horovod_wheel.recipe import installed_version
+from hvdtrain.launch import mpi
 from hvdtrain.runtime import machine
 from hvdtrain.runtime.machine import addresses_by_interface, resolve, source_towards
 
@@ -158,14 +160,11 @@ def _digest() -> str:
 
 
 def _mpi() -> str | None:
-    """MPI and its version, such as openmpi4.1.4; None if mpirun is not on PATH."""
+    """MPI and its version, such as openmpi4.1.4; None if mpirun is missing or unknown."""
     try:
-        done = subprocess.run(
-            ["mpirun", "--version"], capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return str(mpi.of_launcher())
+    except UserError:
         return None
-    return parse_mpi(done.stdout + done.stderr)
 
 
 def _shared_memory() -> dict[str, int] | None:

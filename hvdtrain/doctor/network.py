@@ -13,6 +13,7 @@ from typing import Any
 from hvdtrain.doctor.findings import ERROR, WARNING, Diagnosis
 from hvdtrain.doctor.host_checks import Facts
 from hvdtrain.doctor.session import HostSession, together
+from hvdtrain.launch import mpi
 
 # --- measurements, in rounds of pairs that do not disturb each other ---------
 
@@ -87,7 +88,7 @@ def _ranges(facts: Facts, slots: int) -> dict[str, list[int]]:
     found = {RANKS: [*facts["ports"], _EPHEMERAL_SAMPLES]}
     if slots == 0:
         return found  # it only launches
-    if facts["mpi"] is not None:
+    if _is_open_mpi(facts):
         # Open MPI takes the first free port from here on.
         first = int(os.environ.get("OMPI_MCA_btl_tcp_port_min_v4", "1024"))  # noqa: SIM112
         found[MPI] = [first, first + 199, _MPI_SAMPLES]
@@ -401,9 +402,16 @@ def check_interfaces(facts: Mapping[str, Facts]) -> list[Diagnosis]:
     return [*_repeated(facts), *_missing(facts)]
 
 
+def _is_open_mpi(facts: Facts) -> bool:
+    found = mpi.find(facts["mpi"] or "")
+    return found is not None and found.is_open_mpi
+
+
 def _repeated(facts: Mapping[str, Facts]) -> list[Diagnosis]:
     """Find an address that several hosts have, as Docker's bridge does: MPI sees one network."""
     if os.environ.get("OMPI_MCA_btl_tcp_if_include"):  # noqa: SIM112
+        return []
+    if not any(_is_open_mpi(theirs) for theirs in facts.values()):
         return []
     holders: dict[tuple[str, str], list[str]] = {}
     for host, theirs in facts.items():

@@ -20,7 +20,7 @@ from typing import IO, Any, TypeVar
 
 from hvdtrain.doctor.agent import MARK
 from hvdtrain.errors import UserError
-from hvdtrain.launch.commands import SSH_OPTIONS
+from hvdtrain.launch.mpi import SSH_OPTIONS
 
 T = TypeVar("T")
 

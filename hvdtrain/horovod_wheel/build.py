@@ -23,6 +23,7 @@ from hvdtrain.horovod_wheel import cuda, recipe
 from hvdtrain.horovod_wheel.diagnose import diagnose
 from hvdtrain.horovod_wheel.process import BuildError, pip, run_logged, say
 from hvdtrain.horovod_wheel.recipe import installed_version
+from hvdtrain.launch import mpi as mpis
 
 DOWNLOAD_TIMEOUT_S = 900.0
 PATCH_TIMEOUT_S = 60.0
@@ -90,7 +91,7 @@ def check_prerequisites(mpi: bool = True, toolkit: cuda.Toolkit | None = None) -
         mpi: whether Horovod is built with MPI.
         toolkit: CUDA for a build with GPU operations.
     """
-    needed = PROGRAMS | (MPI_PROGRAMS if mpi else {})
+    needed = PROGRAMS | (MPI_PROGRAMS if mpi and not _mpi_without_mpicxx() else {})
     programs = [name for name in needed if not _has_program(name)]
     packages = [needed[name] for name in programs]
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
@@ -105,6 +106,7 @@ def check_prerequisites(mpi: bool = True, toolkit: cuda.Toolkit | None = None) -
         lines.append(f"  missing on this machine: {', '.join(programs)}")
         lines.append(f"    sudo apt-get install -y {' '.join(dict.fromkeys(packages))}")
         if any(name in MPI_PROGRAMS for name in programs):
+            lines.append("    or load your site's MPI (module load ...; on a Cray: CC=cc CXX=CC)")
             lines.append("    or, if Gloo is enough: --without-mpi")
     if modules:
         python = shlex.quote(sys.executable)
@@ -113,6 +115,12 @@ def check_prerequisites(mpi: bool = True, toolkit: cuda.Toolkit | None = None) -
     if no_cuda:
         lines.append(f"  missing for GPUs: {no_cuda}")
     raise UserError("\n".join(lines))
+
+
+def _mpi_without_mpicxx() -> bool:
+    """Whether $CXX is a wrapper that finds MPI itself, as on a Cray, whose srun starts ranks."""
+    words = mpis.compiler()
+    return words not in ([], ["mpicxx"]) and mpis.of_compiler(words) is not None
 
 
 def _has_program(name: str) -> bool:
@@ -194,6 +202,8 @@ def _make(
     # The wheel's name states its GPU operations, so the user's variables must not select any.
     theirs = {name: text for name, text in os.environ.items() if not name.startswith("HOROVOD_GPU")}
     environment = {**theirs, **made.environment, "MAKEFLAGS": _makeflags(), "CXXFLAGS": flags}
+    environment |= _compiler_cache(scratch)
+    environment |= mpis.intel_variables()
     if toolkit is not None:
         environment |= cuda.environment(toolkit, scratch)
     command = [*pip("wheel"), "-v", "--no-build-isolation", "-w", str(out), str(source)]
@@ -207,6 +217,18 @@ def _make(
         raise BuildError(f"Horovod did not compile: {line}{what_to_do}\n  full log: {kept}")
     os.replace(wheel, directory / wheel.name)
     return directory / wheel.name
+
+
+def _compiler_cache(scratch: Path) -> dict[str, str]:
+    """Variables with which CMake compiles through ccache, if it is installed.
+
+    A wheel for another MPI then compiles only the files that include mpi.h.
+    """
+    if shutil.which("ccache") is None:
+        return {}
+    # Each build has another directory.
+    own = {"CCACHE_BASEDIR": str(scratch), "CCACHE_NOHASHDIR": "1"}
+    return own | {f"CMAKE_{name}_COMPILER_LAUNCHER": "ccache" for name in ("C", "CXX")}
 
 
 def _find(directory: Path, made: recipe.Recipe) -> Path | None:

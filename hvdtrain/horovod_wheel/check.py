@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.horovod_wheel.process import TimedOutError, run_logged
 from hvdtrain.horovod_wheel.recipe import installed_version
 from hvdtrain.launch.commands import horovodrun, mpirun
+from hvdtrain.runtime.environment import YIELDING
 
 RANKS = 2
 TIMEOUT_S = 120.0
@@ -34,13 +36,16 @@ def run() -> int:
         print(f"import horovod.torch: FAILED: {reason}")
         return EXIT_CRASH
     commands = {
-        "gloo": ("horovodrun --gloo", horovodrun(RANKS, _WORKER, controller="gloo")),
-        "mpi": ("mpirun", mpirun(RANKS, _WORKER)),
+        "gloo": ("horovodrun --gloo", functools.partial(horovodrun, RANKS, _WORKER)),
+        "mpi": ("mpirun", functools.partial(mpirun, RANKS, _WORKER)),
     }
     failed = False
     for controller in controllers:
         name, command = commands[controller]
-        reason = _all_reduce(command)
+        try:
+            reason = _all_reduce(command())
+        except UserError as error:
+            reason = str(error)
         print(f"{name} -np {RANKS}: {f'FAILED: {reason}' if reason else 'ok'}", flush=True)
         failed = failed or bool(reason)
     return EXIT_CRASH if failed else 0
@@ -65,7 +70,7 @@ def _all_reduce(command: list[str]) -> str:
 
 def _run(command: list[str]) -> tuple[int, str]:
     # Two spinning ranks on one core would take minutes; the user's settings take precedence.
-    environment = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", **os.environ}
+    environment = {"OMP_NUM_THREADS": "1", **YIELDING, **os.environ}
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "output")
         try:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import re
-import subprocess
+import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import UserError
+from hvdtrain.launch import mpi as mpis
 
 VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -27,12 +28,6 @@ _ENVIRONMENT = {
     # The bundled Gloo requires an older policy version than CMake 4 accepts.
     "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
 }
-_MPI_BANNERS = (
-    ("openmpi", r"Open MPI\)? v?(\d+(?:\.\d+)*)"),
-    ("intelmpi", r"Intel\(R\) MPI Library.*?Version (\d+(?:\.\d+)*)"),
-    ("mpich", r"HYDRA.*?Version:\s*(\d+(?:\.\d+)*)"),
-    ("mpich", r"MPICH.*?[Vv]ersion:?\s*(\d+(?:\.\d+)*)"),
-)
 
 
 @dataclass(frozen=True)
@@ -101,32 +96,30 @@ def patches() -> list[Path]:
 def detect(gpu: str = "none", mpi: bool = True) -> Recipe:
     """Return the recipe for this environment's torch and (unless `mpi` is off) MPI.
 
-    Raises PackageNotFoundError if torch is missing, UserError if MPI's version is unknown.
+    Raises PackageNotFoundError if torch is missing, UserError if the MPI is unknown, or mpirun
+    belongs to another one.
     """
     version = importlib.metadata.version("torch")
-    return Recipe(torch=version, mpi=_detect_mpi() if mpi else "", gpu=gpu)
+    return Recipe(torch=version, mpi=str(_detect_mpi()) if mpi else "", gpu=gpu)
 
 
-def parse_mpi(banner: str) -> str | None:
-    """Return e.g. `openmpi4.1.4` from the version output of an MPI program."""
-    for name, pattern in _MPI_BANNERS:
-        found = re.search(pattern, banner, re.DOTALL)
-        if found:
-            return name + found.group(1)
-    return None
-
-
-def _detect_mpi() -> str:
-    # Try the compiler wrapper first, because the wheel is linked with it.
-    for command in (["mpicxx", "--showme:version"], ["mpirun", "--version"]):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        found = parse_mpi(done.stdout + done.stderr)
-        if found:
-            return found
-    raise UserError(
-        "cannot tell which MPI this is: neither `mpicxx --showme:version` nor "
-        "`mpirun --version` names Open MPI, MPICH or Intel MPI"
-    )
+def _detect_mpi() -> mpis.MPI:
+    # The wheel is linked with the compiler's MPI, so its name states that one.
+    words = mpis.compiler()
+    compiled = mpis.of_compiler(words) if words else None
+    if compiled is None:
+        raise UserError(
+            f"`{' '.join(words) or 'mpicxx'}` does not find mpi.h of Open MPI, MPICH, MVAPICH, "
+            "Cray MPICH or Intel MPI: put the directory of mpicxx first on PATH, or set CXX to a "
+            "compiler that finds MPI (on a Cray: CC=cc CXX=CC), or build with --without-mpi"
+        )
+    # Another launcher of the site, such as srun, may start the ranks.
+    if not mpis.problem():
+        launcher = mpis.of_launcher()
+        if not launcher.starts(compiled):
+            raise UserError(
+                f"{shutil.which(words[0])} belongs to {compiled.title}, and "
+                f"{shutil.which('mpirun')} to {launcher.title}, which would start each rank "
+                "alone: put the directory of one of them first on PATH"
+            )
+    return compiled

@@ -8,22 +8,8 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-# No prompts, and a dead peer is detected in seconds, whatever the user's ssh configuration.
-SSH_OPTIONS = (
-    *("-o", "BatchMode=yes", "-o", "ConnectTimeout=3"),
-    *("-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=3"),
-)
-# The same for the connections between mpirun and its daemons, whose default is minutes:
-# both ends detect a broken link after about 4 s, and each ends its ranks.
-_KEEP_ALIVE = (
-    *("--mca", "plm_rsh_args", " ".join(SSH_OPTIONS)),
-    *("--mca", "oob_tcp_keepalive_time", "1"),
-    *("--mca", "oob_tcp_keepalive_intvl", "1"),
-    *("--mca", "oob_tcp_keepalive_probes", "3"),
-)
-# When one rank is gone the others are killed at once; by default mpirun takes 4 s on two hosts.
-# A request to stop is sent as SIGUSR1.
-_END_AT_ONCE = ("--mca", "odls_base_sigkill_timeout", "0")
+from hvdtrain.launch import mpi
+
 # Environment variables passed to ranks on other hosts; horovodrun passes all of them.
 _EXPORTED = ("HVDTRAIN_", "HOROVOD_", "NCCL_", "OMP_", "CUDA_")
 # Variables that Open MPI sets in a process that has started MPI without a launcher, such as
@@ -57,22 +43,14 @@ def mpirun(
     np: int,
     command: Sequence[str],
     hosts: str | None = None,
-    options: Sequence[str] = (),
+    exported: Sequence[str] = (),
 ) -> list[str]:
-    """Return the argv that starts `command` on `np` ranks with Open MPI's mpirun.
+    """Return the argv that starts `command` on `np` ranks with the mpirun on PATH.
 
-    `hosts` is `name:slots,name:slots` (default: this machine); `options` are mpirun's own.
+    `hosts` is `name:slots,name:slots` (default: this machine); `exported` are names of environment
+    variables for ranks on other hosts. Raises UserError if mpirun is missing or unknown.
     """
-    argv = ["mpirun", "-np", str(np)]
-    if os.geteuid() == 0:
-        argv.append("--allow-run-as-root")  # Open MPI refuses root without it: containers
-    if hosts:
-        argv += ["-H", hosts]
-    else:
-        # Open MPI counts cores, not hardware threads, and stops if ranks are more.
-        argv.append("--oversubscribe")
-    # Horovod's background thread would share the one core a rank is bound to.
-    return [*argv, "--bind-to", "none", "--map-by", "slot", *options, *command]
+    return mpi.argv(mpi.of_launcher(), np, command, hosts, exported)
 
 
 def mpirun_with_failure_detection(
@@ -81,9 +59,10 @@ def mpirun_with_failure_detection(
     """Return the argv of an `mpirun` that ends, with its ranks, seconds after a host or link fails.
 
     `env` is mpirun's environment: the variables that training reads are passed to all hosts.
+    Raises UserError if mpirun is missing or unknown.
     """
-    exported = [word for name in sorted(env) if name.startswith(_EXPORTED) for word in ("-x", name)]
-    return mpirun(np, command, hosts=hosts, options=[*_KEEP_ALIVE, *_END_AT_ONCE, *exported])
+    exported = [name for name in sorted(env) if name.startswith(_EXPORTED)]
+    return mpi.argv(mpi.of_launcher(), np, command, hosts, exported, watched=True)
 
 
 def elastic_horovodrun(

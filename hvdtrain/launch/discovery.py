@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from hvdtrain.errors import UserError
-from hvdtrain.launch.commands import SSH_OPTIONS
 from hvdtrain.launch.hostfile import Host
+from hvdtrain.launch.mpi import SSH_OPTIONS
 
 # (host name, deadline by time.monotonic()) -> whether the host responds
 Probe = Callable[[str, float], bool]

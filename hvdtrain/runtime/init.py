@@ -13,7 +13,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain.errors import UserError
-from hvdtrain.runtime import environment, machine
+from hvdtrain.runtime import environment, machine, pmi
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.work import HOROVOD, threads_named
@@ -35,6 +35,7 @@ def initialize(threads: int = 0) -> Topology:
             hvd.init()
     except ValueError as error:
         raise HorovodInternalError(str(error)) from None
+    pmi.taken()
     if expected is not None and expected != hvd.size():
         raise UserError(
             f"the launcher started {expected} ranks, but Horovod sees {hvd.size()}: Horovod was "

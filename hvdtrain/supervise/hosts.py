@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from hvdtrain.errors import UserError
-from hvdtrain.launch.commands import SSH_OPTIONS
 from hvdtrain.launch.discovery import Probe, answering, is_this_host
 from hvdtrain.launch.hostfile import Host
+from hvdtrain.launch.mpi import SSH_OPTIONS
 
 # --- hosts that a supervisor may use now --------------------------------------
 

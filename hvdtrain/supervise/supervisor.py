@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Literal
 
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
-from hvdtrain.launch import commands
+from hvdtrain.launch import commands, mpi
 from hvdtrain.launch.discovery import Probe
 from hvdtrain.launch.hostfile import Host, as_text, first_slots, total_slots
 from hvdtrain.runtime.signals import handle
@@ -150,8 +150,13 @@ class Supervisor:
     """One supervised run."""
 
     def __init__(self, plan: SupervisedRun) -> None:
-        """Read the hosts; raises UserError as `plan.hosts`."""
+        """Read the hosts and detect the MPI.
+
+        Raises:
+            UserError: as `plan.hosts`, or mpirun is missing or unknown.
+        """
         self._plan = plan
+        self._mpi = mpi.of_launcher() if plan.controller == "mpi" else None
         self._hosts = KnownHosts(plan.hosts, plan.probe)
         self._proven: set[str] = set()  # hosts of the latest start that made steps
         self._requests = StopRequests()
@@ -162,6 +167,9 @@ class Supervisor:
         Raises:
             UserError: the run directory cannot be used, or a launcher is not installed.
         """
+        if self._mpi is not None:
+            for what in mpi.lacking(self._mpi):
+                _say(f"{self._mpi.title}: {what}")
         with run_progress.hold(self._plan.run):
             self._requests.install()
             try:
@@ -241,6 +249,8 @@ class Supervisor:
         watch = HostWatch(*watched, plan.probe)
         try:
             code, regrow = self._watch(launcher, watch, job)
+            if self._mpi is not None:
+                code = mpi.exit_code(self._mpi, code)
             return _Ended(job, began, code, launcher.last_lines(), regrow)
         except BaseException:
             launcher.end()

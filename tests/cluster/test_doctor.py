@@ -283,7 +283,7 @@ def test_horovod_wheel_that_mismatches_or_fails_to_load_is_named(doctor: Examine
     said = [one["what"] for one in findings if one["where"] == "node2"]
     for text in (
         "Horovod was built for torch 2.6.0.cpu",
-        "Horovod was built for openmpi 5.0.1",
+        "Horovod was built for Open MPI 5.0.1",
         "torch and Horovod cannot be loaded",
         f"horovod {other}",
     ):

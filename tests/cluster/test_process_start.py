@@ -80,7 +80,7 @@ LAUNCHERS = {
     "elastic": elastic_horovodrun(2, 2, 2, ["hvdtrain", "discover", "--hosts", HOSTS], []),
     "gloo": [PLAIN[0], "--disable-cache", *PLAIN[1:]],
     "horovodrun mpi": horovodrun(2, [], HOSTS, "mpi"),
-    "mpirun": mpirun(2, [], hosts=HOSTS, options=["-x", "WANDB_API_KEY"]),
+    "mpirun": mpirun(2, [], hosts=HOSTS, exported=["WANDB_API_KEY"]),
 }
 
 

@@ -154,7 +154,7 @@ def test_missing_mpirun_is_reported_at_start(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["bench", "exchange", "--launcher", "mpi"]) == 2
-    assert "--launcher mpi: mpirun is not installed" in capsys.readouterr().err
+    assert "--launcher mpi: mpirun is not found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", ["--np 1", "--launcher tcp", "--rounds 0"])

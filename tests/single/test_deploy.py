@@ -31,6 +31,8 @@ HOSTS = ["--hosts", "node1:8,node2:4"]
 STUB = """\
 #!/usr/bin/env python3
 import json, os, sys
+if sys.argv[1:] == ["--version"]:
+    sys.exit(print(os.environ.get("STUB_MPI", "mpirun (Open MPI) 4.1.4")))
 with open(os.environ["STUB_CALLS"], "a") as file:
     file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n")
 sys.exit(int(os.environ.get("STUB_EXIT", "0")) if "hvdtrain" in " ".join(sys.argv[1:]) else 0)
@@ -65,7 +67,7 @@ def call(script: Path, target: str, **env: str) -> tuple[int, list[list[str]]]:
     directory = script.parent
     for name in ("bin", ".venv/bin"):
         (directory / name).mkdir(parents=True, exist_ok=True)
-    for name in ("srun", "mpirun", "qsub", "scontrol", "apptainer"):
+    for name in ("srun", "mpirun", "mpiexec.hydra", "qsub", "scontrol", "apptainer"):
         (directory / "bin" / name).write_text(STUB)
         (directory / "bin" / name).chmod(0o755)
     python = directory / ".venv/bin/python"
@@ -144,6 +146,31 @@ def test_script_passes_valid_arguments_to_launcher_and_training(
     assert config.train.steps == 30 and config.preempt.grace_seconds == 120
     assert config.run.id == {"mpirun": "hvdtrain"}.get(target, f"{target}-7")
     assert KEYS[-1] in words, "bash has read a key"
+
+
+@pytest.mark.parametrize("target", [*BATCH, "mpirun"])
+@pytest.mark.parametrize(
+    ("version", "program", "binding"),
+    [
+        ("mpirun (Open MPI) 5.0.11", "mpirun", "--bind-to none --map-by slot"),
+        ("HYDRA build details:\n    Version:  5.0.2", "mpirun", "-bind-to none"),
+        (
+            "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: b44796a)",
+            "mpiexec.hydra",
+            "-genv I_MPI_PIN 0",
+        ),
+    ],
+)
+def test_script_gives_each_mpi_its_own_options(
+    written: Written, target: str, version: str, program: str, binding: str
+) -> None:
+    script = written(target, *(HOSTS if target == "mpirun" else []))
+    env = {"STUB_MPI": version, "OMP_NUM_THREADS": "1"}
+    _, (words, *_) = call(script, target, LAUNCHER="mpirun", **env)
+    assert words[0] == program and f" {binding} " in " ".join(words)
+    assert ("-x" in words) == ("Open MPI" in version and target != "slurm")
+    if target == "mpirun":
+        assert words[words.index("-H" if "Open MPI" in version else "-hosts") + 1] == HOSTS[1]
 
 
 @pytest.mark.parametrize("target", [*BATCH, "mpirun"])

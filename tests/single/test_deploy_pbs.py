@@ -17,7 +17,14 @@ from tests.support.job import Job, poll
 # Stub that prints its arguments.
 QSUB = '#!/bin/sh\necho "$@" >> "$PBS_O_WORKDIR/submitted"\n'
 # A launcher that saves on request, and reports when.
-LAUNCHER = "#!/bin/bash\ntrap 'echo told; exit 75' USR1\necho began\nsleep 20 &\nwait\n"
+LAUNCHER = """\
+#!/bin/bash
+[ "$1" = --version ] && echo 'mpirun (Open MPI) 4.1.4' && exit
+trap 'echo told; exit 75' USR1
+echo began
+sleep 20 &
+wait
+"""
 
 pytestmark = pytest.mark.slow
 

@@ -18,6 +18,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.horovod_wheel import build, check, cuda, recipe
 from hvdtrain.horovod_wheel.diagnose import diagnose
 from hvdtrain.horovod_wheel.process import BuildError, TimedOutError, run_logged
+from hvdtrain.launch import mpi
 from hvdtrain.launch.commands import horovodrun
 
 # Excerpts from logs of real builds without the program or package in question.
@@ -65,21 +66,40 @@ def test_diagnosis_ignores_optional_cmake_packages() -> None:
     assert diagnose(where_and_what) == ("the disk is upside down", "")
 
 
-@pytest.mark.parametrize(
-    ("banner", "name"),
-    [
-        ("mpicxx: Open MPI 4.1.4 (Language: C++)", "openmpi4.1.4"),
-        ("mpirun (Open MPI) 5.0.0rc12\n\nReport bugs to", "openmpi5.0.0"),
-        (
-            "HYDRA build details:\n    Version:                                 4.0.2\n",
-            "mpich4.0.2",
-        ),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.8 Build 2022", "intelmpi2021.8"),
-        ("g++ (Debian 12.2.0-14) 12.2.0", None),
-    ],
-)
-def test_mpi_is_identified_from_version_banner(banner: str, name: str | None) -> None:
-    assert recipe.parse_mpi(banner) == name
+def test_wheel_is_not_built_for_one_mpi_and_named_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapper = tmp_path / "mpicxx"
+    wrapper.write_text("#!/bin/sh\nprintf '#define MPICH_VERSION \"4.0.2\"\\n'\n")
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun")
+    with pytest.raises(UserError, match=r"mpicxx belongs to MPICH 4\.0\.2, and .*/mpirun to "):
+        recipe.detect()
+
+
+def test_compiler_without_mpi_is_reported_with_ways_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "/usr/bin/false --my-flag")
+    with pytest.raises(UserError, match=r"`/usr/bin/false --my-flag` does not find mpi\.h") as told:
+        recipe.detect()
+    assert "CC=cc CXX=CC" in str(told.value) and "--without-mpi" in str(told.value)
+
+
+def test_compiler_in_cxx_replaces_mpicxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Cray there are cc and CC, which find MPI, and neither mpicxx nor mpirun."""
+    compiler = shutil.which("mpicxx")
+    if compiler is None:
+        pytest.skip("no mpicxx")
+    for name in ("patch", "cmake", "make", "g++"):
+        (tmp_path / name).symlink_to(shutil.which(name) or "/usr/bin/false")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    build.check_prerequisites()
+    assert recipe.detect().mpi == str(mpi.of_compiler([compiler]))
 
 
 def test_wheel_versions_are_distinct_and_pep440_normalized() -> None:

@@ -146,9 +146,9 @@ class MpiJob(TrainingJob):
         env: Mapping[str, str] | None = None,
         np: int = 4,
     ) -> None:
-        exported = [word for name in env or {} for word in ("-x", name)]
+        exported = list(env or {})
         hosts = f"node1:{np // 2},node2:{np // 2}"
-        launcher = mpirun(np, [], hosts=hosts, options=exported)
+        launcher = mpirun(np, [], hosts=hosts, exported=exported)
         super().__init__(cluster, launcher, directory, arguments, env)
 
 

@@ -84,21 +84,33 @@ if [ -n "$CONTAINER" ]; then
 else
     python=("$(cd "$VENV" && pwd)/bin/python") # the same path on every host
 fi
-# Environment variables for ranks on other hosts. Only names, because every user of a host can
-# read the arguments of a process.
+# Environment variables for ranks on other hosts (Hydra passes all). Only names, because every user
+# of a host can read the arguments of a process.
 exported=()
 for name in $(compgen -e); do
     case $name in
     PATH | LD_LIBRARY_PATH | HVDTRAIN_* | HOROVOD_* | NCCL_* | OMP_* | CUDA_*) exported+=(-x "$name") ;;
     esac
 done
+# The options of the MPI on PATH. Bound to one core, a rank would share it with Horovod's thread.
+case $(mpirun --version 2>&1) in
+{% for pattern, one in mpi.SHELL_PATTERNS %}
+{{ pattern }})
+{% if scheduler == "none" and not one.is_open_mpi %}
+    hosts=(-hosts "$HOSTS")
+    [[ $HOSTS == *,* ]] || hosts=(-hosts "${HOSTS%:*}" -ppn "${HOSTS##*:}")
+{% elif scheduler == "none" %}
+    hosts=(-H "$HOSTS")
+{% endif %}
+    mpirun=({{ mpi.program(one) }} -np {{ job.np }} "${hosts[@]}" {{ mpi.binding(one) | join(" ") }}{{ ' "${exported[@]}"' if one.is_open_mpi }})
+    ;;
+{% endfor %}
+esac
 case $LAUNCHER in
-# Bound to one core, a rank would share it with Horovod's thread.
+mpirun) start=("${mpirun[@]}" "${python[@]}" -m hvdtrain.train) ;;
 {% if scheduler == "none" %}
-mpirun) start=(mpirun -np {{ job.np }} -H "$HOSTS" --bind-to none --map-by slot "${exported[@]}" "${python[@]}" -m hvdtrain.train) ;;
 launch) start=("${python[@]}" -m hvdtrain.cli launch --hosts "$HOSTS" --) ;;
 {% else %}
-mpirun) start=(mpirun -np {{ job.np }} "${hosts[@]}" --bind-to none --map-by slot "${exported[@]}" "${python[@]}" -m hvdtrain.train) ;;
 launch) start=("${python[@]}" -m hvdtrain.cli launch "${hosts[@]}" --) ;;
 {% endif %}
 *)

@@ -54,11 +54,17 @@ fi
 # srun inherits all of sbatch's options except this one.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
+# The options of the MPI on PATH; nodes come from the allocation. Bound to one core, a rank would
+# share it with Horovod's thread.
+case $(mpirun --version 2>&1) in
+{% for pattern, one in mpi.SHELL_PATTERNS %}
+{{ pattern }}) mpirun=({{ mpi.program(one) }} -np "$SLURM_NTASKS" {{ mpi.binding(one) | join(" ") }}) ;;
+{% endfor %}
+esac
 case $LAUNCHER in
 # As with mpirun, a rank that dies ends the other ranks, which would otherwise wait for it.
 srun) start=(srun --mpi=pmix --kill-on-bad-exit=1 "${python[@]}" -m hvdtrain.train) ;;
-# Nodes come from the allocation. Bound to one core, a rank would share it with Horovod's thread.
-mpirun) start=(mpirun -np "$SLURM_NTASKS" --bind-to none "${python[@]}" -m hvdtrain.train) ;;
+mpirun) start=("${mpirun[@]}" "${python[@]}" -m hvdtrain.train) ;;
 launch) start=("${python[@]}" -m hvdtrain.cli launch --slurm --) ;;
 *)
     echo "LAUNCHER is srun, mpirun or launch, not $LAUNCHER" >&2

@@ -38,12 +38,8 @@ def check(
         facts: host -> facts, of the hosts that respond.
         speeds: see `hosts.measure_speeds`; may be empty.
     """
-    now = time.time()
+    now, directory, found = time.time(), root / DIRECTORY, list[Diagnosis]()
     own = list(_incidents(facts, speeds, now))
-    same = {(one.host, one.cause) for one in own}
-    known = [one for one in known_incidents(root) if (one.host, one.cause) not in same]
-    directory = root / DIRECTORY
-    found = [*of_records(hosts, known, directory, now)]
     try:
         record_examination(root, list(facts), own)
     except OSError as error:
@@ -57,7 +53,9 @@ def check(
                 WARNING,
             )
         )
-    return found
+    same = {(one.host, one.cause) for one in own}
+    known = [one for one in known_incidents(root) if (one.host, one.cause) not in same]
+    return [*found, *of_records(hosts, known, directory, now)]
 
 
 def of_records(

@@ -36,7 +36,7 @@ from hvdtrain.untrusted import checked, number, open_regular, parse_json, printa
 
 
 @dataclass(frozen=True)
-class Cause:
+class IncidentCause:
     """A reason to suspect a host.
 
     Args:
@@ -52,15 +52,15 @@ KILLED, CRASHED, HUNG, STUCK, SILENT = "killed", "crashed", "hung", "stuck", "si
 FLIPPED, GPU, SLOW, THROTTLED = "flipped", "gpu", "slow", "throttled"
 # A single incident makes a host suspect only if its hardware reports the fault.
 CAUSES = {
-    KILLED: Cause(1.0, "rank killed from outside, or out of memory"),
-    CRASHED: Cause(0.5, "rank ended by a memory fault"),
-    HUNG: Cause(1.0, "rank without progress"),
-    STUCK: Cause(1.5, "rank that SIGKILL does not end"),
-    SILENT: Cause(1.0, "no response"),
-    FLIPPED: Cause(1.0, "state that differed from the other ranks'"),
-    GPU: Cause(3.0, "GPU memory errors, or a GPU that failed"),
-    SLOW: Cause(0.5, "slower than the other hosts"),
-    THROTTLED: Cause(0.5, "GPU clock throttled"),
+    KILLED: IncidentCause(1.0, "rank killed from outside, or out of memory"),
+    CRASHED: IncidentCause(0.5, "rank ended by a memory fault"),
+    HUNG: IncidentCause(1.0, "rank without progress"),
+    STUCK: IncidentCause(1.5, "rank that SIGKILL does not end"),
+    SILENT: IncidentCause(1.0, "no response"),
+    FLIPPED: IncidentCause(1.0, "state that differed from the other ranks'"),
+    GPU: IncidentCause(3.0, "GPU memory errors, or a GPU that failed"),
+    SLOW: IncidentCause(0.5, "slower than the other hosts"),
+    THROTTLED: IncidentCause(0.5, "GPU clock throttled"),
 }
 SUSPECT = 1.5
 _SIGNALS: dict[int, str] = {
@@ -140,8 +140,8 @@ def suspects(
 ) -> dict[str, float]:
     """Return the suspect hosts among `hosts` with their scores, the highest score first.
 
-    A cause that all hosts share, such as a job that needs too much memory, is no reason to prefer
-    one of them: a suspect host also has more than twice the score of the best quarter of `hosts`.
+    A cause that all hosts share, such as a job that needs too much memory, does not single one of
+    them out: a suspect host also has more than twice the score of the best quarter of `hosts`.
     """
     if not incidents:
         return {}
@@ -178,10 +178,7 @@ def avoided(
 
 
 def summary(host: str, incidents: Iterable[Incident], now: float) -> str:
-    """Return a text such as "rank without progress (2 times, the last 3 minutes ago)"; may be "".
-
-    Causes of which less than a hundredth is left are omitted.
-    """
+    """Return a text such as "no response (2 times, the last 3 minutes ago)"; may be ""."""
     key, last, times = host_key(host), dict[str, float](), Counter[str]()
     for one in incidents:
         if one.host == key:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hvdtrain.config import Config, parse
 from hvdtrain.config_checks import Ranks, check_ranks
-from hvdtrain.doctor import collectives, host_checks, hosts, network
+from hvdtrain.doctor import collectives, host_checks, hosts, network, records
 from hvdtrain.doctor.findings import ERROR, WARNING, Diagnosis, Examination
 from hvdtrain.doctor.host_checks import Facts, Need
 from hvdtrain.doctor.session import HostSession, opened, together
@@ -81,6 +81,9 @@ def examine(request: Request) -> Examination:
             speeds = hosts.measure_speeds({n: asked[n] for n in asked if n in slots or not slots})
             found.measured["speeds"] = speeds
             found.findings += hosts.check_speeds(speeds)
+        found.findings += records.check(
+            Path(root), {**slots, **facts}, facts, found.measured.get("speeds", {})
+        )
         for name, session in sessions.items():
             found.findings += hosts.check_answers(name, session.failures)
     if SUMS in request.stages:

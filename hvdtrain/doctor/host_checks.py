@@ -296,8 +296,7 @@ def _gpu(host: str, number: int, gpu: Mapping[str, str]) -> Iterable[Diagnosis]:
         fix = f"dmesg | grep -i xid   # on {host}; then reboot it"
         yield Diagnosis("gpu", host, f"nvidia-smi: {gpu['failed']}", why, fix)
         return
-    errors = gpu.get("ecc.errors.uncorrected.volatile.total", "")
-    if errors.isdigit() and int(errors) > 0:
+    if errors := uncorrected_errors(gpu):
         yield Diagnosis(
             "gpu",
             where,
@@ -306,8 +305,7 @@ def _gpu(host: str, number: int, gpu: Mapping[str, str]) -> Iterable[Diagnosis]:
             f"drain {host}; nvidia-smi -i {number} -r, or reboot; if errors return, replace the "
             "GPU",
         )
-    slow = [n for n in ("hw_slowdown", "hw_thermal_slowdown") if _active(gpu, n)]
-    if slow:
+    if slow := throttle_reasons(gpu):
         yield Diagnosis(
             "gpu",
             where,
@@ -328,5 +326,13 @@ def _gpu(host: str, number: int, gpu: Mapping[str, str]) -> Iterable[Diagnosis]:
         )
 
 
-def _active(gpu: Mapping[str, str], reason: str) -> bool:
-    return gpu.get(f"clocks_throttle_reasons.{reason}") == "Active"
+def uncorrected_errors(gpu: Mapping[str, str]) -> int:
+    """Memory errors of a GPU that were not corrected; 0 if unknown."""
+    errors = gpu.get("ecc.errors.uncorrected.volatile.total", "")
+    return int(errors) if errors.isdigit() else 0
+
+
+def throttle_reasons(gpu: Mapping[str, str]) -> list[str]:
+    """Why the hardware throttles a GPU's clock; empty: it does not."""
+    reasons = ("hw_slowdown", "hw_thermal_slowdown")
+    return [name for name in reasons if gpu.get(f"clocks_throttle_reasons.{name}") == "Active"]

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hvdtrain.doctor import records
 from hvdtrain.doctor.findings import ERROR, WARNING, Diagnosis
 from hvdtrain.errors import UserError
 from hvdtrain.report.metrics import Metrics, run_metrics
 from hvdtrain.report.run import RecordedRun, read
 from hvdtrain.run_files.events_file import each_line
+from hvdtrain.run_files.host_records import FILE, read_incidents
 from hvdtrain.untrusted import read_regular, real
 
 # --- log patterns and their meaning, causes before consequences --------------
@@ -166,7 +169,7 @@ def diagnose(directory: Path) -> tuple[list[Diagnosis], str]:
         findings += _killed(run, lines)
     elif not findings:
         findings.append(_unexplained(directory, lines, found["exit_code"]))
-    return [*findings, *_slow(found)], f"how it ended: {found['state'] or 'unknown'}"
+    return [*findings, *_slow(found), *_hosts(run)], f"how it ended: {found['state'] or 'unknown'}"
 
 
 def _log_lines(directory: Path) -> Iterator[LogLine]:
@@ -344,3 +347,11 @@ def _slow(found: Metrics) -> Iterator[Diagnosis]:
             "powersgd or a larger --batch.global_size; hvdtrain doctor --hosts LIST",
             WARNING,
         )
+
+
+def _hosts(run: RecordedRun) -> Iterator[Diagnosis]:
+    """Report what the run itself has recorded about its hosts."""
+    generations = run.ledger.generations if run.ledger else ()
+    hosts = {host for generation in generations for host in generation.start.hosts}
+    path = run.path / FILE
+    yield from records.of_records(sorted(hosts), read_incidents(path), path, time.time())

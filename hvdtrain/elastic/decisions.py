@@ -38,6 +38,7 @@ from hvdtrain.elastic.processes import (
 )
 from hvdtrain.elastic.status import RENDEZVOUS, TRAINING, Identity, ProcessStatus, StepFailures
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
+from hvdtrain.run_files.host_records import SILENT, STUCK, avoided, cause_of_end
 
 # New processes wait this long for each other, so that one rendezvous admits all of them.
 _GATHER_SECONDS = 2.0
@@ -191,6 +192,8 @@ class JobState:
         ending_since: since when the ranks have been ending by agreement.
         killed_since: since when all processes have been killed.
         over: the result was reported.
+        suspects: suspect hosts -> score, the highest first; see run_files/host_records.py.
+        incidents: (host, cause, detail) to be recorded, until the driver takes them.
     """
 
     min_np: int
@@ -214,6 +217,8 @@ class JobState:
     killed_since: float | None = None
     exit_code: int = 0
     over: bool = False
+    suspects: dict[str, float] = field(default_factory=dict)
+    incidents: list[tuple[str, str, str]] = field(default_factory=list)
 
     def process(self, number: int) -> TrainingProcess | None:
         return self.processes[number] if 0 <= number < len(self.processes) else None
@@ -271,6 +276,8 @@ class JobState:
         if process.failed_step is not None:
             self.failures.count_error(process.failed_step, process.failure)
         why = describe(code) + (f": {process.failure}" if process.failure else "")
+        if not self.stop_requested and (cause := cause_of_end(code, process.failure)):
+            self.incidents.append((process.host, cause, why))
         return f"{process} ended ({why}); its slot is used again in {pause:.0f} s"
 
     def given_up(self, process: TrainingProcess, why: str, now: float, must_end: bool) -> str:
@@ -285,6 +292,8 @@ class JobState:
             return ""
         if process.state == "running":
             self.rank_lost = self.failed = True
+        if not process.leaving and not self.stop_requested:
+            self.incidents.append((process.host, SILENT if must_end else STUCK, why))
         process.become("lost", now)
         process.must_end = must_end
         return _given_up(process, why)
@@ -447,12 +456,23 @@ def _start(job: JobState, slots: Sequence[tuple[str, int]], most: int) -> list[A
 
 def _free_slots(job: JobState, now: float) -> list[tuple[str, int]]:
     taken = {(p.host, p.slot) for p in job.processes if p.state != "gone"}
-    return [
+    free = [
         (host, slot)
         for host, slots in job.hosts.slots.items()
         for slot in range(slots)
         if (host, slot) not in taken and job.slots.usable(host, slot, now)
     ]
+    return _without_avoided(job, free) if job.suspects else free
+
+
+def _without_avoided(job: JobState, free: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return the slots to use, those of suspect hosts last; without them if others suffice."""
+    needed = max(job.min_np, replica_size(job.alive()))
+    left_out = avoided(job.hosts.slots, job.suspects, needed, job.max_np)
+    preferred = sorted(free, key=lambda place: job.suspects.get(place[0], 0.0))
+    used = [place for place in preferred if place[0] not in left_out]
+    # The other hosts' slots may pause, or their processes do not fit the run.
+    return used if len(job.alive()) + len(used) >= needed else preferred
 
 
 def _start_replacements(job: JobState, now: float) -> list[Action]:

@@ -19,7 +19,8 @@ When a rank is lost:
    for a process to start, unless too few ranks are left.
 
 A slot whose process died is used again after a pause, which grows while its processes keep dying
-(processes.py); its host stays in use.
+(processes.py); its host stays in use. Under `hvdtrain launch` the driver records such incidents. No
+process is started on a host with many of them while other hosts suffice (host_records.py).
 
 The job ends when a rank exits with a code on which all ranks agree, when a step fails repeatedly
 (status.py), when ranks have failed more than --reset-limit times, or when fewer than --min-np
@@ -36,6 +37,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -65,6 +67,7 @@ from hvdtrain.elastic.processes import Slots, TrainingProcess, find_hosts
 from hvdtrain.elastic.rendezvous import RANKS, make_handler
 from hvdtrain.elastic.status import ProcessStatus
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER
+from hvdtrain.run_files.host_records import LAUNCH_VARIABLE, HostRecords
 from hvdtrain.runtime.signals import handle
 from hvdtrain.untrusted import printable_lines
 
@@ -73,6 +76,7 @@ from hvdtrain.untrusted import printable_lines
 _DISCOVERY_SECONDS = (1.0, 5.0)
 _LOOK_SECONDS = 0.25  # without an event: time alone makes some actions due
 _JOIN_SECONDS = 15.0  # for the threads of ended processes, at the end of the job
+_RECORD_SECONDS = 2.0  # for the records of hosts, at the end of the job
 _REPORT_SECONDS = 3.0  # from the start of the wait for slots to the first message about it
 _DEFAULT_TIMEOUT = 600
 _NO_GENERATION = -1
@@ -137,6 +141,8 @@ class ElasticDriver:
         self._signalled = False  # by a first SIGTERM or SIGUSR1; a second one kills
         self._heartbeats: HeartbeatReceiver | None = None
         self._silent: list[str] = []  # processes whose silence ended the last generation
+        run = os.environ.get(LAUNCH_VARIABLE)
+        self._records = HostRecords(Path(run), _say) if run else None
         self._results: dict[str, tuple[int, float]] = {}
         self._shutdown = threading.Event()  # all processes are killed
         self._finished = threading.Event()  # get_results returns
@@ -218,6 +224,8 @@ class ElasticDriver:
         deadline = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        if self._records is not None:
+            self._records.flush(_RECORD_SECONDS)
         return Results(None, self._results)
 
     def stop(self) -> None:
@@ -236,6 +244,7 @@ class ElasticDriver:
     def _act(self) -> None:
         """Perform the actions that are due."""
         try:
+            self._record_incidents()
             while not self._finished.is_set():
                 now = time.monotonic()
                 actions = decide(self._state, now)
@@ -247,6 +256,21 @@ class ElasticDriver:
             _say(f"error in the elastic driver:\n{traceback.format_exc()}")
             self._kill(EXIT_CRASH)
             self._finish(self._state.exit_code)
+
+    def _record_incidents(self) -> None:
+        if self._records is not None and self._state.incidents:
+            for incident in self._state.incidents:
+                self._records.add(*incident)
+            self._find_suspects(self._records, say=True)
+        self._state.incidents.clear()
+
+    def _find_suspects(self, records: HostRecords, say: bool) -> None:
+        """Update the suspect hosts; `hvdtrain launch` has named those that were known before."""
+        before = self._state.suspects
+        self._state.suspects = records.suspects(self._state.hosts.slots)
+        for host in self._state.suspects if say else ():
+            if host not in before:
+                _say(f"{host} is used last from now on: {records.summary(host)}")
 
     def _perform(self, action: Action, now: float) -> None:
         if action.message:
@@ -425,6 +449,8 @@ class ElasticDriver:
         self._state.stop_requested = self._signalled = True
 
     def _discover(self) -> None:
+        if self._records is not None:
+            self._records.load()
         if problem := self._discover_once():
             _say(f"error: {problem}")
             self._kill(EXIT_USER)
@@ -441,6 +467,8 @@ class ElasticDriver:
         with self._changed:
             for change in self._state.hosts_found(found, time.monotonic()):
                 _say(change)
+            if self._records is not None:
+                self._find_suspects(self._records, say=False)
             self._changed.notify_all()
         return ""
 

@@ -66,13 +66,15 @@ def mpirun_with_failure_detection(
 
 
 def elastic_horovodrun(
-    np: int, min_np: int, max_np: int, discovery: Sequence[str], command: Sequence[str]
+    np: int, min_np: int, max_np: int | None, discovery: Sequence[str], command: Sequence[str]
 ) -> list[str]:
     """Return the argv of an elastic job: `command` on `min_np` to `max_np` ranks, first `np`.
 
+    `max_np` None: as many ranks as the hosts have slots.
     `discovery` is the argv of a program that prints the hosts as `name:slots` lines.
     """
-    limits = ["--min-np", str(min_np), "--max-np", str(max_np)]
+    limits = ["--min-np", str(min_np)]
+    limits += [] if max_np is None else ["--max-np", str(max_np)]
     script = ["--host-discovery-script", shlex.join(discovery)]
     return horovodrun(np, [*limits, *script, *command])
 

@@ -13,6 +13,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.launch.discovery import Probe, answering, is_this_host
 from hvdtrain.launch.hostfile import Host
 from hvdtrain.launch.mpi import SSH_OPTIONS
+from hvdtrain.run_files.host_records import LAUNCH_VARIABLE
 
 # --- hosts that a supervisor may use now --------------------------------------
 
@@ -116,8 +117,6 @@ class HostWatch:
 # When ranks are started again, no old rank may hold the run's files, a port or a GPU.
 
 
-# Run directory, in the environment of all ranks of a supervised run and of their children.
-VARIABLE = "HVDTRAIN_LAUNCH_ID"
 _SECONDS = 6.0
 _SCRIPT = """\
 for attempt in 1 2 3 4 5 6 7 8 9 10; do
@@ -135,7 +134,7 @@ def end_orphans(hosts: Sequence[str], launch_id: str) -> list[str]:
     Returns:
         The hosts on which this failed or could not be tried.
     """
-    script = _SCRIPT.format(entry=shlex.quote(f"{VARIABLE}={launch_id}"))
+    script = _SCRIPT.format(entry=shlex.quote(f"{LAUNCH_VARIABLE}={launch_id}"))
     clean: set[str] = set()
 
     def sweep(host: str) -> None:

@@ -5,6 +5,7 @@
         kill processes that an earlier start left on them
         start the launcher on them; training resumes from its newest checkpoint
         watch it: forward signals; end it if a host is silent and no step is completed
+        record what it shows about its hosts; a host with such records is used last
         stop if the run is finished or preempted, or a restart cannot help
 
 The supervisor's only state is the run's own files, so the same command resumes the run anywhere.
@@ -16,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,9 +27,11 @@ from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_US
 from hvdtrain.launch import commands, mpi
 from hvdtrain.launch.discovery import Probe
 from hvdtrain.launch.hostfile import Host, as_text, first_slots, total_slots
+from hvdtrain.run_files import host_records
+from hvdtrain.run_files.host_records import LAUNCH_VARIABLE, HostRecords
 from hvdtrain.runtime.signals import handle
-from hvdtrain.supervise import run_progress
-from hvdtrain.supervise.hosts import ROUND_SECONDS, VARIABLE, HostWatch, KnownHosts, end_orphans
+from hvdtrain.supervise import host_evidence, run_progress
+from hvdtrain.supervise.hosts import ROUND_SECONDS, HostWatch, KnownHosts, end_orphans
 from hvdtrain.supervise.launcher import Launcher
 from hvdtrain.supervise.policy import Pace, RestartPolicy
 from hvdtrain.untrusted import printable_lines
@@ -96,6 +99,10 @@ _LOOK_SECONDS = 1.0  # between two reads of the run's files
 _STEADY_SECONDS = 10.0
 # Exclusion of a host that joined a run and made it fail.
 _ASIDE_SECONDS = 300.0
+# Of a launcher's last lines: shown to the user, and searched for the host of a killed rank.
+_SHOWN_LINES, _EVIDENCE_LINES = 15, 60
+_AGREED = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # exit codes that the ranks agree on
+_FLUSH_SECONDS = 2.0  # for the records of hosts, at the end
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,8 @@ class Supervisor:
         self._hosts = KnownHosts(plan.hosts, plan.probe)
         self._proven: set[str] = set()  # hosts of the latest start that made steps
         self._requests = StopRequests()
+        self._records = HostRecords(plan.run, _say)
+        self._suspects_said: set[str] = set()
 
     def run(self) -> int:
         """Supervise the run until its end; return the exit code of the job.
@@ -172,10 +181,14 @@ class Supervisor:
                 _say(f"{self._mpi.title}: {what}")
         with run_progress.hold(self._plan.run):
             self._requests.install()
+            self._records.load()
             try:
                 return self._supervise()
             except Stop as stop:
                 return stop.code
+            finally:
+                self._say_suspects([host.name for host in self._hosts.listed()], ())
+                self._records.flush(_FLUSH_SECONDS)
 
     def _supervise(self) -> int:
         plan = self._plan
@@ -186,6 +199,7 @@ class Supervisor:
                 hosts = self._wait_for_hosts(code)
             ended = self._one_start(hosts)
             code, ended_at = ended.code, time.monotonic()
+            self._learn(ended)
             if self._requests:
                 # Preempted even if the ranks could not save: the newest checkpoint is the state.
                 return code if code in (0, EXIT_USER, EXIT_NOT_FINITE) else EXIT_PREEMPTED
@@ -211,6 +225,10 @@ class Supervisor:
         """
         names = {host.name for host in ended.job}
         blamed = dict.fromkeys(sorted(names - {h.name for h in reachable}), "does not respond")
+        listed = {host.name for host in self._hosts.listed()}
+        for name in blamed if self._plan.controller == "mpi" else ():
+            if name in listed:  # it was not taken out of the list
+                self._records.add(name, host_records.SILENT)
         if self._proven and not names <= self._proven and not blamed:
             others = [host for host in reachable if host.name in self._proven]
             if total_slots(others) >= self._plan.min_np:
@@ -239,10 +257,12 @@ class Supervisor:
         names = [host.name for host in hosts]
         for host in end_orphans(names, str(plan.run)):
             _say(f"could not check on {host} whether an earlier start left processes")
-        job = first_slots(hosts, plan.max_np or total_slots(hosts))
+        preferred = self._preferred(hosts)
+        self._say_suspects(names, [host.name for host in preferred])
+        job = first_slots(preferred, plan.max_np or total_slots(hosts))
         step = run_progress.newest_checkpoint(plan.run)
         _say(f"starting {total_slots(job)} ranks on {as_text(job)} from step {step}")
-        began, env = time.time(), os.environ | {VARIABLE: str(plan.run)}
+        began, env = time.time(), os.environ | {LAUNCH_VARIABLE: str(plan.run)}
         launcher = Launcher(self._argv(job, env), env)
         # An elastic launcher watches its hosts itself.
         watched = (job, self._hosts.listed) if plan.controller == "mpi" else ([], list)
@@ -251,7 +271,7 @@ class Supervisor:
             code, regrow = self._watch(launcher, watch, job)
             if self._mpi is not None:
                 code = mpi.exit_code(self._mpi, code)
-            return _Ended(job, began, code, launcher.last_lines(), regrow)
+            return _Ended(job, began, code, launcher.last_lines(_EVIDENCE_LINES), regrow)
         except BaseException:
             launcher.end()
             end_orphans(names, str(plan.run))
@@ -263,8 +283,38 @@ class Supervisor:
         plan, np = self._plan, total_slots(job)
         if plan.controller == "mpi":
             return commands.mpirun_with_failure_detection(np, plan.train, as_text(job), env)
-        most = plan.max_np or max(np, total_slots(self._hosts.listed()))
-        return commands.elastic_horovodrun(np, plan.min_np, most, plan.discovery, plan.train)
+        return commands.elastic_horovodrun(np, plan.min_np, plan.max_np, plan.discovery, plan.train)
+
+    def _preferred(self, hosts: Sequence[Host]) -> list[Host]:
+        """Return the hosts without those that are avoided; suspect ones, if needed, come last."""
+        slots = {host.name: host.slots for host in hosts}
+        suspects, plan = self._records.suspects(slots), self._plan
+        left_out = host_records.avoided(slots, suspects, plan.min_np, plan.max_np or sys.maxsize)
+        used = [host for host in hosts if host.name not in left_out]
+        return sorted(used, key=lambda host: suspects.get(host.name, 0.0))
+
+    def _say_suspects(self, names: Sequence[str], used: Collection[str]) -> None:
+        """Report each suspect host once: why, and whether it is used; empty `used`: at the end."""
+        suspects = [n for n in self._records.suspects(names) if n not in self._suspects_said]
+        self._suspects_said |= {*suspects}
+        for name in suspects:
+            state = "is suspect" if not used else "is avoided while other hosts suffice"
+            if name in used:
+                state = "is suspect, but its slots are needed"
+            _say(f"{name} {state}: {self._records.summary(name)}")
+        if option := host_records.exclusion(suspects):
+            _say(f"for the next job: sbatch {option}")
+
+    def _learn(self, ended: _Ended) -> None:
+        """Record what a start shows about its hosts, unless it was asked to stop."""
+        run = self._plan.run
+        found = host_evidence.in_files(run, ended.began)
+        self._records.load()  # an elastic launcher has recorded lost ranks
+        failed = not self._requests and ended.code not in _AGREED
+        if self._plan.controller == "mpi" and failed:
+            found += host_evidence.of_failure(run, ended.began, "\n".join(ended.last_lines))
+        for host, cause, detail in found:
+            self._records.add(host, cause, detail)
 
     def _watch(self, launcher: Launcher, watch: HostWatch, job: Sequence[Host]) -> tuple[int, bool]:
         """Wait for the launcher's end; return its exit code, and whether it ended to add hosts."""
@@ -299,7 +349,10 @@ class Supervisor:
         return code, regrow
 
     def _can_grow(self, watch: HostWatch, job: Sequence[Host], began_at: int) -> bool:
-        steady = total_slots(watch.steady(_STEADY_SECONDS))
+        hosts = watch.steady(_STEADY_SECONDS)
+        if total_slots(hosts) <= total_slots(job):
+            return False
+        steady = total_slots(self._preferred(hosts))
         ready = min(steady, self._plan.max_np or steady)
         return ready > total_slots(job) and run_progress.newest_step(self._plan.run) > began_at
 
@@ -308,7 +361,7 @@ class Supervisor:
             _say(f"{reason} at step {step}")
             return
         words = run_progress.last_errors(self._plan.run, ended.began)
-        lines = [f"  {line}" for line in [*words, *ended.last_lines]]
+        lines = [f"  {line}" for line in [*words, *ended.last_lines[-_SHOWN_LINES:]]]
         message = f"ended with exit code {ended.code}: {reason}"
         _say("\n".join([f"{message}; its last output:", *lines]) if lines else message)
 

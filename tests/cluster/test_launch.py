@@ -51,6 +51,37 @@ def test_run_ends_after_three_failed_attempts_and_shows_the_error(
     assert "rank 1 on node2: RuntimeError: injected failure" in end, done
 
 
+def test_host_that_kills_its_ranks_is_avoided_while_another_suffices(
+    cluster: Cluster, runs: Path
+) -> None:
+    hosts, killed = "--hosts node1:1,node2:1", set[int]()
+    first = Supervised(cluster, runs, f"{hosts} --controller gloo")
+    for _ in range(2):
+        poll(lambda: any(p.pid not in killed for p in cluster.ranks("node2")), 30, "a rank")
+        if killed:
+            time.sleep(5)  # ranks that end together are one incident
+        found = cluster.ranks("node2")
+        cluster.kill(found)
+        killed.update(process.pid for process in found)
+    first.job.wait_for("node2 is used last from now on: rank killed from outside", 10)
+    first.wait_for_step(1)
+    assert not cluster.ranks("node2"), first.job.output()
+    first.interrupt()
+
+    following = Supervised(cluster, runs, hosts, name="next", env={"SLURM_JOB_ID": "7"})
+    following.job.wait_for("starting 1 ranks on node1:1 from step 0", 20)
+    said = following.interrupt().stderr
+    reason = "rank killed from outside, or out of memory (2 times, the last "
+    assert f"node2 is avoided while other hosts suffice: {reason}" in said, said
+    assert said.count("sbatch --exclude=node2") == said.count("node2 is ") == 1, said
+
+    last = Supervised(cluster, runs, f"{hosts} --min-np 2", name="last")
+    last.job.wait_for("starting 2 ranks on node1:1,node2:1 from step 0", 20)
+    poll(lambda: bool(cluster.ranks("node2")), 20, "a rank on node2")
+    said = last.interrupt().stderr
+    assert f"node2 is suspect, but its slots are needed: {reason}" in said, said
+
+
 @pytest.mark.parametrize("probe", ["tcp:22", "ssh"])
 def test_discover_lists_exactly_the_reachable_hosts(cluster: Cluster, probe: str) -> None:
     command = ["python", "-m", "hvdtrain.cli", "discover", *HOSTS.split(), "--probe", probe]
@@ -122,6 +153,8 @@ def test_fault_costs_only_the_steps_since_the_checkpoint(
     assert supervised.world_sizes(fault_at) == [ALL]
     supervised.check_curve(undisturbed)
     supervised.check_recovery(seconds, lost, record_property)
+    if fault == "first-rank":  # mpirun does not name a host whose daemon has ended, too
+        assert supervised.incidents(fault_at) == [("node1", "killed")], supervised.job.output()
 
 
 def test_killed_supervisor_ends_its_ranks_and_its_run_resumes(
@@ -200,6 +233,7 @@ def test_run_continues_without_a_lost_host_and_uses_it_again(
     poll(lambda: len(supervised.world_sizes(fault_at)) == 2, 60, "the start on both hosts")
     record_property("used_again_seconds", round(supervised.starts()[-1]["time"] - back_at, 1))
     assert supervised.world_sizes(fault_at) == [1, ALL]
+    assert supervised.incidents(fault_at) == [("node2", "silent")], supervised.job.output()
     supervised.check_curve(undisturbed)
     supervised.check_recovery(seconds, lost, record_property)
 

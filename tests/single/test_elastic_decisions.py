@@ -605,3 +605,79 @@ def test_newcomer_with_a_final_exit_code_does_not_end_the_job() -> None:
     job.exit(1, 2)
     job.consider(31.0)
     assert not job.over and not job.state.ending
+
+
+# --- hosts that fail -------------------------------------------------------------
+
+
+def _causes(job: DecidedJob) -> list[tuple[str, str]]:
+    return [(host, cause) for host, cause, _ in job.state.incidents]
+
+
+def test_killed_silent_and_stuck_ranks_count_against_their_host() -> None:
+    job = _start({"a": 1, "b": 1, "c": 1, "d": 1})
+    job.exit(1, 137)
+    job.fall_silent(2)
+    job.stuck(3, "SIGKILL does not end it")
+    assert _causes(job) == [("b", "killed"), ("c", "silent"), ("d", "stuck")]
+    job.exit(2, 137)  # ended by the driver
+    assert len(job.state.incidents) == 3
+
+
+@pytest.mark.parametrize("code", [1, 2, 75, 143, 255])
+def test_other_ends_do_not_count_against_the_host(code: int) -> None:
+    job = _start({"a": 2, "b": 1})
+    job.failed(2, "ValueError: a bad sample", 5) if code == 1 else None
+    job.exit(2, code)
+    assert not _causes(job)
+
+
+def test_processes_that_the_driver_ends_do_not_count_against_their_host() -> None:
+    job = _start({"a": 2, "b": 1})
+    job.state.stop_requested = True
+    job.exit(2, 137)  # for example by the scheduler, whose patience has ended
+    job.state.killed(job.now)
+    job.exit(1, 137)
+    leaving = _start({"a": 2, "b": 1})
+    _find(leaving, a=2)
+    leaving.exit(2, 137)
+    assert not _causes(job) and not _causes(leaving)
+
+
+def _suspect_host(hosts: dict[str, int], min_np: int = 1) -> DecidedJob:
+    """A job that trains on 4 of its slots, at most, and whose host b has become suspect."""
+    job = DecidedJob(hosts, 4, min_np, 4, TIMEOUT)
+    _join(job, *range(4), status=NEW)
+    assert [job.formed[-1].hosts[rank] for rank in range(4)] == ["a", "a", "b", "b"]
+    job.state.suspects = {"b": 2.0}
+    return job
+
+
+def _hosts_of_processes(job: DecidedJob) -> list[str]:
+    return [process.host for process in job.state.alive()]
+
+
+def test_no_process_starts_on_a_suspect_host_while_others_suffice() -> None:
+    job = _suspect_host({"a": 2, "b": 2, "c": 2})
+    job.exit(2, 137)
+    _join(job, 0, 1, 3, seconds=5.0)
+    assert _hosts_of_processes(job) == ["a", "a", "b", "c"], "a healthy rank stays"
+    job.exit(3, 137)
+    _join(job, 0, 1, seconds=5.0)
+    assert _hosts_of_processes(job) == ["a", "a", "c", "c"]
+
+
+def test_suspect_host_is_used_if_its_slots_are_needed() -> None:
+    job = _suspect_host({"a": 2, "b": 2})
+    job.exit(3, 137)
+    _join(job, 0, 1, 2, seconds=5.0)
+    assert _hosts_of_processes(job) == ["a", "a", "b", "b"]
+
+
+def test_suspect_host_is_used_while_other_hosts_cannot_reach_min_np() -> None:
+    job = _suspect_host({"a": 2, "b": 2, "c": 2}, min_np=4)
+    for number in (1, 2, 3):
+        job.exit(number, 137)
+    job.state.slots.refused(job.state.processes[1], for_good=True, now=job.now)
+    _join(job, 0, seconds=5.0)
+    assert _hosts_of_processes(job) == ["a", "c", "c", "b"]

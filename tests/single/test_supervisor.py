@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import elastic_horovodrun, mpirun_with_failure_detection
+from hvdtrain.run_files.host_records import LAUNCH_VARIABLE
 from hvdtrain.supervise import policy as pace_module
 from hvdtrain.supervise import run_progress, supervisor
-from hvdtrain.supervise.hosts import VARIABLE, end_orphans
+from hvdtrain.supervise.hosts import end_orphans
 from hvdtrain.supervise.policy import Pace, RestartPolicy
 from hvdtrain.supervise.supervisor import SupervisedRun, Supervisor
 from tests.support.job import poll
@@ -243,12 +244,12 @@ def test_last_errors_are_recent_and_start_with_the_cause(tmp_path: Path) -> None
 def test_only_processes_of_the_launch_are_killed(tmp_path: Path) -> None:
     mine = f"{tmp_path}/it's mine"
     sleepers = [
-        subprocess.Popen(["sleep", "60"], env=os.environ | {VARIABLE: launch_id})
+        subprocess.Popen(["sleep", "60"], env=os.environ | {LAUNCH_VARIABLE: launch_id})
         for launch_id in (mine, f"{mine}2")
     ]
     try:
         # Until exec, the child still has this process's environment.
-        poll(lambda: all(VARIABLE in _environ(p.pid) for p in sleepers), 10, "the sleepers")
+        poll(lambda: all(LAUNCH_VARIABLE in _environ(p.pid) for p in sleepers), 10, "the sleepers")
         assert end_orphans(["localhost"], mine) == []
         assert sleepers[0].wait(5) == -9
         assert sleepers[1].poll() is None

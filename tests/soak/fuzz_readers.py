@@ -45,13 +45,22 @@ from hvdtrain.errors import UserError
 from hvdtrain.launch.hostfile import parse_hosts, read_hostfile, tasks_per_node
 from hvdtrain.report.web.live import LiveRun
 from hvdtrain.run_files import owner_token
+from hvdtrain.run_files.host_records import (
+    DIRECTORY,
+    Incident,
+    host_key,
+    known_incidents,
+    summary,
+    suspects,
+)
 from hvdtrain.run_files.listing import runs_under
-from hvdtrain.supervise import run_progress
+from hvdtrain.supervise import host_evidence, run_progress
 from hvdtrain.telemetry.profile_summary import READY, TRACE, rank_path, timeline_path
 from hvdtrain.top.scrape import Rank, read_targets
 from hvdtrain.top.screen import RankTable, header, picture, table
 from tests.support.history import History
 
+_NOW = int(time.time())  # one value, so that the same draws give the same files
 _NUMBERS = st.one_of(
     st.integers(-2, 70),
     st.sampled_from([2**31, 2**53, 2**63 - 1, 2**63, 2**64, 10**12, 10**30, 10**400, -(2**63)]),
@@ -253,6 +262,31 @@ def hosts(root: Path, data: DataObject) -> None:
             look()
 
 
+def records_of_hosts(root: Path, data: DataObject) -> None:
+    """Fuzz records of hosts, and the files from which a supervisor learns of incidents."""
+    run, shared, now = root / "run", root / DIRECTORY, _NOW
+    for directory in (run / "logs", shared):
+        directory.mkdir(parents=True)
+    entry = {"host": "node1", "cause": "killed", "time": now - 9, "detail": "signal 9"}
+    entries = [entry, entry | {"cause": "gpu"}]
+    (shared / "run.json").write_bytes(torn(_json(altered({"incidents": entries}, data)), data))
+    event = {"event": "start", "time": now, "hosts": {"node1": [0, 1], "node2": [2]}}
+    slow = {"event": "straggler", "time": now, "host": "node1", "phase": "compute", "score": 0.4}
+    healed = {"event": "healed", "time": now, "step": 3, "ranks": [2]}
+    (run / "events.jsonl").write_bytes(b"\n".join(map(_json, (event, slow, healed))))
+    line = {"time": now, "level": "error", "host": "node1", "message": "uncorrectable ECC error"}
+    (run / "logs/rank_00000.jsonl").write_bytes(_json(line))
+    for path in (run / "events.jsonl", run / "logs/rank_00000.jsonl"):
+        _altered_file(path, data)
+    hung = b"killed by its watchdog: no progress, no work for 60 s"
+    (run / "logs/hang_node1_0.txt").write_bytes(torn(hung, data))
+    known = known_incidents(root)
+    found = [*host_evidence.in_files(run, 0.0), *host_evidence.of_failure(run, 0.0, "")]
+    known |= {Incident(host_key(one.host), one.cause, now, one.detail) for one in found}
+    for host in suspects(["node1", "node2"], known, now):
+        summary(host, known, now).encode()
+
+
 def _tensor_file(data: DataObject, pieces: bool) -> bytes:
     header: dict[str, Any] = {
         "a.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
@@ -370,7 +404,15 @@ def profile(root: Path, data: DataObject) -> None:
 
 READERS: dict[str, Callable[[Path, DataObject], None]] = {
     look.__name__: look
-    for look in (run_directory, configuration, hosts, tensors, checkpoint, profile)
+    for look in (
+        run_directory,
+        configuration,
+        hosts,
+        records_of_hosts,
+        tensors,
+        checkpoint,
+        profile,
+    )
 }
 
 

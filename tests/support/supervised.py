@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.run_files.host_records import read_incidents
 from tests.support import runs as local
 from tests.support.cluster import Cluster
 from tests.support.job import Finished, Job, poll
@@ -63,10 +64,11 @@ class Supervised:
         options: str = HOSTS,
         task: str = SLOW,
         env: Mapping[str, str] | None = None,
+        name: str = "case",
     ) -> None:
-        self.cluster, self.run = cluster, root / "case"
+        self.cluster, self.run = cluster, root / name
         self._options, self._train = options.split(), [*COMMON, *task.split()]
-        self._train += ["--run.root", str(root), "--run.id", "case"]
+        self._train += ["--run.root", str(root), "--run.id", name]
         self.first_start = 0.0  # seconds from the command to its first step
         self.job = self.start(env=env)
 
@@ -175,6 +177,11 @@ class Supervised:
     def world_sizes(self, since: float) -> list[int]:
         """Return the world sizes of the starts after a time."""
         return [start["world_size"] for start in self.starts() if start["time"] > since]
+
+    def incidents(self, since: float) -> list[tuple[str, str]]:
+        """Return (host, cause) of the incidents on record after a time."""
+        found = read_incidents(self.run / "hosts.json")
+        return [(one.host, one.cause) for one in found if one.time > since]
 
     def supervisor(self) -> int:
         """Return its process ID on this machine."""

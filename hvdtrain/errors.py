@@ -29,6 +29,10 @@ def crash(message: str) -> UserError:
     return error
 
 
+class LauncherError(UserError):
+    """The launcher does not fit, as every process that it started finds; the first reports it."""
+
+
 class UnsupportedTaskError(UserError):
     """A model or data that cannot be used, found in a step by every rank; rank 0 reports it."""
 

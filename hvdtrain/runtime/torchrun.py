@@ -44,10 +44,13 @@ _RESPONSE_SECONDS = 5.0
 _NOT_FOUND = 404
 _ANNOUNCED = "rendezvous"
 
+# What this process serves to the other ranks until it ends.
+_SERVED: list[object] = []
+
 
 @dataclass(frozen=True)
-class Place:
-    """What a rank writes about itself.
+class RankPlace:
+    """Record that a rank writes about itself.
 
     Args:
         host: name of its host; of its agent, if a host has several.
@@ -82,7 +85,9 @@ def join(
         HOROVOD_LOCAL_SIZE=str(ranks.local_size),
     )
     if ranks.size > 1:
-        _Rendezvous(env, ranks, stop).join()
+        rendezvous = _Rendezvous(env, ranks, stop)
+        _SERVED.append(rendezvous)
+        rendezvous.join()
 
 
 class _Rendezvous:
@@ -140,8 +145,8 @@ class _Rendezvous:
         server = RendezvousServer(secret=secrets.token_hex(32))
         port = server.start()
         server.init([])
-        number = self._store.add("rounds", 1)
-        announced = {"port": port, "secret": server.secret, "round": number}
+        round_ = self._store.add("rounds", 1)
+        announced = {"port": port, "secret": server.secret, "round": round_}
         self._store.set(_ANNOUNCED, json.dumps(announced))
         return announced
 
@@ -168,17 +173,17 @@ class _Rendezvous:
                 return f"{where} cannot be reached ({error})"
         return "" if status == _NOT_FOUND else f"{where} responds with HTTP status {status}"
 
-    def _gather(self, number: int) -> list[Place]:
+    def _gather(self, round_: int) -> list[RankPlace]:
         host = socket.gethostname()
         if "GROUP_RANK" in self._env:
             host += f"-{self._env['GROUP_RANK']}"  # a host may have several agents
         source = source_towards(str(self._address)) or ""
         own = [host, self._ranks.local_rank, source]
-        keys = [f"{number}/{rank}" for rank in range(self._ranks.size)]
+        keys = [f"{round_}/{rank}" for rank in range(self._ranks.size)]
         self._store.set(keys[self._ranks.rank], json.dumps(own))
         while not self._store.check(keys):
             self._wait("ranks have not started", keys)
-        return [Place(*json.loads(value)) for value in self._store.multi_get(keys)]
+        return [RankPlace(*json.loads(value)) for value in self._store.multi_get(keys)]
 
     def _wait(self, reason: str, keys: Sequence[str] = ()) -> None:
         """Wait a moment; `keys` of all ranks complete the reason."""
@@ -197,13 +202,13 @@ class _Rendezvous:
         return f"rank {self._ranks.rank} on {socket.gethostname()}"
 
 
-def across_hosts(places: Sequence[Place], rank: int) -> tuple[int, int]:
+def across_hosts(places: Sequence[RankPlace], rank: int) -> tuple[int, int]:
     """Return this rank's position among the ranks of the same local rank, one of each host."""
     peers = [r for r, place in enumerate(places) if place.local_rank == places[rank].local_rank]
     return peers.index(rank), len(peers)
 
 
-def towards_others(master: str, places: Sequence[Place]) -> str:
+def towards_others(master: str, places: Sequence[RankPlace]) -> str:
     """Return an address to which the interface of this host leads that other hosts can reach.
 
     A host may know itself by a loopback address, as Debian's /etc/hosts has it, while the others

@@ -45,7 +45,7 @@ def of_import(error: ImportError) -> UserError | None:
     """Return the error for the user if Horovod cannot be imported, else None."""
     if "horovod" not in str(error).lower():
         return None
-    return UserError(
+    return LauncherError(
         f"Horovod cannot be imported ({error}); build it for this torch and MPI with "
         "`hvdtrain horovod build --install`"
     )

@@ -9,13 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import horovod.torch as hvd
 import torch
-from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain.errors import LauncherError
 from hvdtrain.runtime import environment, machine, torchrun
 from hvdtrain.runtime.collectives import gather_json
+from hvdtrain.runtime.horovod import HorovodInternalError, hvd
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.work import HOROVOD, threads_named
 

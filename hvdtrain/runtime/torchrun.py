@@ -29,8 +29,6 @@ from datetime import timedelta
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
-from horovod.runner.common.util import secret
-from horovod.runner.http.http_server import RendezvousServer
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from hvdtrain.errors import EXIT_PREEMPTED, LauncherError, UserError, crash
@@ -137,6 +135,9 @@ class _Rendezvous:
         return PrefixStore("hvdtrain", store)
 
     def _serve(self) -> dict[str, Any]:
+        from horovod.runner.common.util import secret
+        from horovod.runner.http.http_server import RendezvousServer
+
         if not hasattr(secret, "RENDEZVOUS_SECRET"):
             raise LauncherError(
                 "this Horovod was not built by hvdtrain, and torchrun requires its patches: "
@@ -162,6 +163,8 @@ class _Rendezvous:
 
     def _why_not(self, port: int, secret_key: str) -> str:
         """Why rank 0's server does not serve this rank; "": it does."""
+        from horovod.runner.common.util import secret
+
         path = "/hvdtrain/none"
         where = f"rank 0's rendezvous at {self._name}:{port}"
         server = HTTPConnection(str(self._address), port, timeout=_RESPONSE_SECONDS)

@@ -83,7 +83,7 @@ test-fast: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no $(THREE) -m "not slow" tests/single
 
 test-gloo: LAUNCHER := $(BIN)/horovodrun -np 2 --gloo
-test-mpi: LAUNCHER := mpirun -np 2 --oversubscribe --bind-to none $(shell [ "$$(id -u)" != 0 ] || echo --allow-run-as-root)
+test-mpi: LAUNCHER := $$($(BIN)/python -c 'from hvdtrain.launch.commands import mpirun; print(*mpirun(2, []))')
 test-mpi: export HOROVOD_MPI_RING_ALLREDUCE := 1
 test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	@mkdir -p $(LOGS)

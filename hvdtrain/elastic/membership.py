@@ -10,11 +10,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from hvdtrain.elastic import interfaces
 from hvdtrain.elastic.heartbeats import HeartbeatSender
 from hvdtrain.elastic.rendezvous import RANKS, ask
 from hvdtrain.elastic.status import ProcessStatus
-from hvdtrain.runtime import environment
+from hvdtrain.runtime import environment, interfaces
 from hvdtrain.runtime.signals import StopFlag
 
 _ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"

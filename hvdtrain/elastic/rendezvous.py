@@ -28,9 +28,6 @@ import os
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from horovod.runner.common.util import secret
-from horovod.runner.http.http_server import RendezvousHandler
-
 # Fields of a rank's assignment, as in Horovod's variables HOROVOD_RANK and so on.
 RANKS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 # How long the server holds a request that it cannot answer yet.
@@ -62,6 +59,7 @@ class Driver(Protocol):
 
 def make_handler(driver: Driver) -> type:
     """Return the request handler class of the launcher's HTTP server."""
+    from horovod.runner.http.http_server import RendezvousHandler
 
     class Handler(RendezvousHandler):
         def _get_value(self, scope: str, key: str) -> bytes | None:
@@ -118,6 +116,8 @@ def ask(
     Raises:
         OSError: the driver does not respond at all, or rejects the request.
     """
+    from horovod.runner.common.util import secret
+
     connection = http.client.HTTPConnection(address, port, timeout=_REPLY_SECONDS)
     try:
         path = f"/{what}/{number}"

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import horovod.torch as hvd
 from torch import nn
 from torch.optim import Optimizer
 
 from hvdtrain.exchange.base import TrainedParameters, gradient_buckets
 from hvdtrain.exchange.bucketed import Bucket, BucketedExchange, set_gradients
 from hvdtrain.runtime.collectives import begin_adasum, completed
+from hvdtrain.runtime.horovod import hvd
 
 
 def adasum_exchange(optimizer: Optimizer, model: nn.Module) -> BucketedExchange:

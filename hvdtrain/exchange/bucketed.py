@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import Exchange, GradientHooks, Replacement, TrainedParameters
+from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.state_part import Scope, StatePart
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from hvdtrain.exchange.base import (
     gradient_buckets,
 )
 from hvdtrain.exchange.wire import WIRES
+from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.state_part import StatePart
 
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,6 +18,7 @@ from hvdtrain.errors import UnsupportedTaskError
 from hvdtrain.exchange.base import Exchange, TrainedParameters, buckets
 from hvdtrain.optim.trainable import SPARSE
 from hvdtrain.runtime.collectives import begin_sum, completed, sum_
+from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.state_part import Scope, StatePart
 
 # Nothing is computed meanwhile, so only the memory of its copy limits a bucket.

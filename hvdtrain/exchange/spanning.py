@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from hvdtrain import comm
 from hvdtrain.exchange.base import Exchange, TrainedParameters, buckets
 from hvdtrain.runtime.collectives import gather_json, lost_ranks, set_of_shard
+from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.tensor_shards import local
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hvdtrain.errors import UserError
 from hvdtrain.horovod_wheel import cuda, recipe
-from hvdtrain.horovod_wheel.diagnose import diagnose
+from hvdtrain.horovod_wheel.diagnose import diagnose, how_to_install
 from hvdtrain.horovod_wheel.process import BuildError, pip, run_logged, say
 from hvdtrain.horovod_wheel.recipe import installed_version
 from hvdtrain.launch import mpi as mpis
@@ -104,7 +104,7 @@ def check_prerequisites(mpi: bool = True, toolkit: cuda.Toolkit | None = None) -
     lines = ["Horovod cannot be compiled here yet."]
     if programs:
         lines.append(f"  missing on this machine: {', '.join(programs)}")
-        lines.append(f"    sudo apt-get install -y {' '.join(dict.fromkeys(packages))}")
+        lines.append(f"    {how_to_install(packages)}")
         if any(name in MPI_PROGRAMS for name in programs):
             lines.append("    or load your site's MPI (module load ...; on a Cray: CC=cc CXX=CC)")
             lines.append("    or, if Gloo is enough: --without-mpi")

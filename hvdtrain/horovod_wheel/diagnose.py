@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping, Sequence
 
 HEADER_PACKAGES = {
     "mpi.h": "sudo apt-get install libopenmpi-dev",
@@ -99,12 +101,40 @@ def diagnose(log: str) -> tuple[str, str]:
         for line in lines:
             found = re.search(pattern, line)
             if found:
-                return line, advice.format(**_names(found.groupdict()))
+                return line, _for_this_machine(advice.format(**_names(found.groupdict())))
     for line, following in zip(lines, [*lines[1:], ""], strict=False):
         if _ANY_ERROR.search(line):
             # CMake prints the location in one line and the error in the next.
             return following if line.startswith("CMake Error at") else line, ""
     return (lines[-1] if lines else "(the log is empty)"), ""
+
+
+# Debian/Ubuntu package -> name of a module on clusters.
+_MODULES = {
+    "g++": "gcc",
+    "libopenmpi-dev": "openmpi",
+    "openmpi-bin": "openmpi",
+    "python3-dev": "python",
+}
+
+
+_APT = re.compile(r"sudo apt-get install ([a-z][a-z0-9+-]*(?: [a-z][a-z0-9+-]*)*)")
+
+
+def how_to_install(packages: Sequence[str], env: Mapping[str, str] = os.environ) -> str:
+    """Return the command that installs these Debian/Ubuntu packages.
+
+    On a cluster with environment modules (Lmod or Environment Modules), which users load instead,
+    return the command that loads them.
+    """
+    if "LMOD_CMD" in env or "MODULESHOME" in env:
+        modules = dict.fromkeys(_MODULES.get(package, package) for package in packages)
+        return f"module load {' '.join(modules)} (`module avail` lists the names of your site)"
+    return f"sudo apt-get install {' '.join(dict.fromkeys(packages))}"
+
+
+def _for_this_machine(advice: str) -> str:
+    return _APT.sub(lambda found: how_to_install(found[1].split()), advice)
 
 
 def _names(found: dict[str, str]) -> dict[str, str]:

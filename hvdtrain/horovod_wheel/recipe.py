@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import re
 import shutil
 import sys
@@ -28,6 +29,10 @@ _ENVIRONMENT = {
     # The bundled Gloo requires an older policy version than CMake 4 accepts.
     "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
 }
+# A cached wheel finds an MPI from PyPI in the environment into which it is installed: from
+# lib/pythonX/site-packages/horovod/torch, libmpi is in lib. The shell that links removes the
+# backslash.
+_RUN_PATH = r"-Wl,-rpath,\$ORIGIN/../../../.."
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Recipe:
     def environment(self) -> dict[str, str]:
         """The variables that Horovod's setup.py reads."""
         variables = {**_ENVIRONMENT, "HOROVOD_LOCAL_VERSION": self.local_version}
+        variables["LDFLAGS"] = f"{os.environ.get('LDFLAGS', '')} {_RUN_PATH}".strip()
         if not self.mpi:
             del variables["HOROVOD_WITH_MPI"]
             variables["HOROVOD_WITHOUT_MPI"] = "1"

@@ -16,6 +16,7 @@ from hvdtrain.config import Config, Settings
 from hvdtrain.data.files import former_of
 from hvdtrain.data.loader import has_own_order
 from hvdtrain.engine.state import PRECISION
+from hvdtrain.horovod_wheel.recipe import installed_version
 from hvdtrain.run.build import RunComponents
 from hvdtrain.run.resolve import dataset_size
 from hvdtrain.runtime.init import built_with, controller
@@ -46,7 +47,8 @@ def build_manifest(
         grid: assigns shards of the model to ranks.
     """
     versions = {"hvdtrain": hvdtrain.__version__, "python": platform.python_version()}
-    versions |= {name: metadata.version(name) for name in ("torch", "horovod", "numpy")}
+    versions |= {name: metadata.version(name) for name in ("torch", "numpy")}
+    versions |= {"horovod": installed_version("horovod") or "not installed"}
     return {
         "versions": versions,
         "task": settings.config.task,

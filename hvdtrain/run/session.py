@@ -134,7 +134,7 @@ class Session:
         # None until a generation builds them, if the strategy rebuilds.
         self._components: RunComponents | None = None
         self._threads = settings.config.runtime.threads
-        self.topology = initialize(self._threads)
+        self.topology = initialize(self._threads, lambda: stop.raised)
 
     def _start_watchdog(self, settings: Settings) -> KeptWatchdog | None:
         if environment.launched_size() in (None, 1) and not environment.elastic():

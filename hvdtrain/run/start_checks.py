@@ -18,6 +18,7 @@ from hvdtrain.errors import EXIT_USER, UserError, crash
 from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
 from hvdtrain.run.resolve import with_global_batch
+from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import AgreedError, gather_json
 from hvdtrain.runtime.init import controller
 from hvdtrain.runtime.mesh import Grid, Topology
@@ -74,6 +75,11 @@ def _check_start(settings: Settings, topology: Topology, membership: Membership 
     if membership is not None:
         _check_launcher(membership)
     config, elastic = settings.config, membership is not None
+    if environment.torchrun_restarts() and config.run.id is None:
+        raise UserError(
+            "run.id is missing: torchrun --max-restarts starts the ranks again after a failure, "
+            "and they resume the run of that name; add --run.id NAME"
+        )
     ranks = Ranks(topology.world_size, elastic, controller() == "mpi", recipe.is_ours())
     check_ranks(with_global_batch(config, topology.world_size), ranks)
     parallel = config.parallel

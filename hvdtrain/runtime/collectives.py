@@ -15,16 +15,14 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-import horovod.torch as hvd
 import torch
-from horovod.common import process_sets
-from horovod.common.exceptions import HorovodInternalError
-from horovod.common.process_sets import ProcessSet as ProcessSet
 from torch import Tensor
 
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime import heartbeat
+from hvdtrain.runtime.horovod import HorovodInternalError, hvd
+from hvdtrain.runtime.horovod import ProcessSet as ProcessSet
 from hvdtrain.runtime.mesh import Grid
 from hvdtrain.runtime.work import IDLE_TICKS, work
 
@@ -77,7 +75,7 @@ def _waits(collective: Callable[P, R]) -> Callable[P, R]:
 
 @_waits
 def broadcast_json(
-    value: Any, name: str, root: int = 0, among: hvd.ProcessSet = hvd.global_process_set
+    value: Any, name: str, root: int = 0, among: ProcessSet = hvd.global_process_set
 ) -> Any:
     """Return rank `root`'s JSON-serializable `value` on every rank in `among`."""
     if among.size() == 1:
@@ -116,7 +114,7 @@ def broadcast_tensors(
     tensors: dict[str, Tensor],
     name: str,
     root: int = 0,
-    among: hvd.ProcessSet = hvd.global_process_set,
+    among: ProcessSet = hvd.global_process_set,
 ) -> None:
     """Overwrite the tensors, of the same names and shapes on every rank, with rank `root`'s.
 
@@ -411,6 +409,8 @@ def passing_set(ranks: Sequence[int]) -> Iterator[ProcessSet]:
 
 def _set_of(ranks: list[int]) -> ProcessSet:
     """Return a new set, or an earlier model's set: Horovod rejects two sets of the same ranks."""
+    from horovod.common import process_sets
+
     for number, known in process_sets._basics._get_process_set_ids_and_ranks().items():
         if sorted(known) == ranks:
             found = ProcessSet(ranks)

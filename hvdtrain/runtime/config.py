@@ -14,9 +14,12 @@ class RuntimeConfig:
     Args:
         threads: CPU threads per rank; 0 = OMP_NUM_THREADS if set, otherwise the host's cores
             divided by its ranks
+        standalone: train alone, whatever launcher has started this process: each of its processes
+            is an independent run, which requires another run.id
     """
 
     threads: int = 0
+    standalone: bool = False
 
     def __post_init__(self) -> None:
         require(

@@ -6,13 +6,13 @@ import hashlib
 import os
 import random
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import gather_json
+from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.mesh import Topology
 
 

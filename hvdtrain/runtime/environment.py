@@ -10,8 +10,9 @@ import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from hvdtrain.errors import LauncherError, UserError
 from hvdtrain.runtime.machine import cores, has_rdma
 
 # Open MPI over TCP (its BTL tcp, used without a faster network). By default the receiver requests
@@ -37,6 +38,26 @@ YIELDING = {
 _MPI_PARAMETER_FILES = ("~/.openmpi/mca-params.conf", "/etc/openmpi/openmpi-mca-params.conf")
 
 
+# Variables of launchers, the innermost launcher first: mpirun may be started by a Slurm step.
+_RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_SIZES = (
+    "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE", "PMI_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)  # fmt: skip
+_LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID",
+)  # fmt: skip
+_LOCAL_SIZES = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE",
+)  # fmt: skip
+_OF_TORCH = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK",
+    "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
+
 def _first(env: Mapping[str, str], *names: str) -> int | None:
     for name in names:
         if env.get(name, "").isdigit():
@@ -44,15 +65,47 @@ def _first(env: Mapping[str, str], *names: str) -> int | None:
     return None
 
 
+class TorchRanks(NamedTuple):
+    """Position of a process that torchrun started."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def torch_ranks(env: Mapping[str, str] = os.environ) -> TorchRanks | None:
+    """Return this process's position from the variables of torch's env:// rendezvous.
+
+    torchrun sets them, and other launchers of torch. None: they are not set or not complete, or
+    Horovod knows its ranks from another launcher.
+    """
+    if "HOROVOD_SIZE" in env or elastic(env):
+        return None
+    # srun or mpirun may have started torchrun itself: their variables are not about this process.
+    if "TORCHELASTIC_RUN_ID" not in env and _first(env, *_SIZES, "PMIX_RANK") is not None:
+        return None
+    rank, size = _first(env, "RANK"), _first(env, "WORLD_SIZE")
+    local = _first(env, "LOCAL_RANK"), _first(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+    if local == (None, None):
+        local = 0, 1  # PyTorchJob of Kubernetes: one process in each pod
+    known = (rank, size, *local, env.get("MASTER_ADDR") or None, _first(env, "MASTER_PORT"))
+    if None in known or (size == 1 and "TORCHELASTIC_RUN_ID" not in env):
+        return None
+    return TorchRanks(*known[:4])  # type: ignore[arg-type]
+
+
+def torchrun_restarts(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun starts this process again after a failure (`--max-restarts`)."""
+    return bool(_first(env, "TORCHELASTIC_MAX_RESTARTS"))
+
+
 def launched_rank(env: Mapping[str, str] = os.environ) -> int:
     """Return this process's rank from its launcher, before Horovod starts; 0 without a launcher."""
-    return (
-        _first(
-            env, "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK",
-            "MV2_COMM_WORLD_RANK", "SLURM_PROCID",
-        )
-        or 0
-    )  # fmt: skip
+    torch = torch_ranks(env)
+    # A launcher that cannot be served may have set RANK, see `refuse_to_train_alone`.
+    of_torch = ["RANK"] if (_first(env, "WORLD_SIZE") or 0) > 1 else []
+    return torch.rank if torch else _first(env, "HOROVOD_RANK", *_RANKS, *of_torch) or 0
 
 
 def launched_size(env: Mapping[str, str] = os.environ) -> int | None:
@@ -60,30 +113,43 @@ def launched_size(env: Mapping[str, str] = os.environ) -> int | None:
 
     SLURM_NTASKS does not count: sbatch sets it for the script too, which is one process.
     """
-    return _first(
-        env, "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE",
-        "SLURM_STEP_NUM_TASKS",
-    )  # fmt: skip
+    torch = torch_ranks(env)
+    return torch.size if torch else _first(env, "HOROVOD_SIZE", *_SIZES)
 
 
-def torchrun_rank(env: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Return (rank, world size) of a process that torchrun started with others, else None.
+def refuse_to_train_alone(env: Mapping[str, str] = os.environ) -> None:
+    """Check that this process is the only one if its launcher cannot be served.
 
-    Horovod does not read torchrun's variables, so each of these processes would train alone.
+    Raises:
+        LauncherError: it is one of several, each of which would train alone.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    rank, size, local_rank = (_first(env, name) for name in names)
-    if rank is None or size is None or local_rank is None or size < 2 or elastic(env):
-        return None
-    if "TORCHELASTIC_RUN_ID" in env:
-        # srun may have started torchrun itself, so Slurm's variables are not about this process.
-        launched = _first(env, "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
-    elif "MASTER_ADDR" in env:
-        # The last one proves that there is a launcher, although it is not its world size.
-        launched = launched_size(env) or _first(env, "PMIX_RANK")
-    else:
-        return None
-    return (rank, size) if launched is None else None
+    if launched_size(env) is not None:
+        return  # Horovod will find the other ranks, or `runtime.init.initialize` reports it
+    for name, least in (("WORLD_SIZE", 2), ("PMIX_RANK", 1)):
+        value = _first(env, name)
+        if value is not None and value >= least:
+            raise LauncherError(
+                f"{name}={value} in the environment: this is one of several processes, each of "
+                "which would train alone, as their launcher does not set what Horovod needs; start "
+                "them with horovodrun, mpirun, torchrun or hvdtrain launch, or set "
+                "--runtime.standalone true for independent runs"
+            )
+
+
+def forget_launcher(env: MutableMapping[str, str] = os.environ) -> None:
+    """Remove the variables of launchers from `env`: this process trains alone.
+
+    Raises:
+        UserError: horovodrun has started this process.
+    """
+    if "HOROVOD_SIZE" in env or elastic(env):
+        raise UserError(
+            "runtime.standalone: horovodrun starts the ranks of one run; start independent "
+            "processes with another launcher, or without one"
+        )
+    ours = {*_RANKS, *_SIZES, *_LOCAL_RANKS, *_LOCAL_SIZES, *_OF_TORCH}
+    for name in [n for n in env if n in ours or n.startswith("TORCHELASTIC_")]:
+        del env[name]
 
 
 def elastic(env: Mapping[str, str] = os.environ) -> bool:
@@ -93,27 +159,17 @@ def elastic(env: Mapping[str, str] = os.environ) -> bool:
 
 def launched_local_size(env: Mapping[str, str] = os.environ) -> int:
     """Return the number of ranks on this host from the launcher; 1 if it does not set it."""
-    return (
-        _first(
-            env, "HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
-            "PMI_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE",
-        )
-        or 1
-    )  # fmt: skip
+    torch = torch_ranks(env)
+    return torch.local_size if torch else _first(env, "HOROVOD_LOCAL_SIZE", *_LOCAL_SIZES) or 1
 
 
-def launched_local_rank() -> int:
+def launched_local_rank(env: Mapping[str, str] = os.environ) -> int:
     """Return this process's local rank from its launcher; 0 without a launcher.
 
     In an elastic run it stays the same, while Horovod's local rank may change.
     """
-    return (
-        _first(
-            os.environ, "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
-            "PMI_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID",
-        )
-        or 0
-    )  # fmt: skip
+    torch = torch_ranks(env)
+    return torch.local_rank if torch else _first(env, "HOROVOD_LOCAL_RANK", *_LOCAL_RANKS) or 0
 
 
 def process_start() -> float:
@@ -179,17 +235,22 @@ def prepare(
         hierarchical: ranks sum within their host first (`exchange.hierarchical`). auto: if it was
             measured to be faster.
         process_sets: some collectives involve only some ranks.
+
+    Raises:
+        LauncherError: see `refuse_to_train_alone`.
     """
+    refuse_to_train_alone(env)
     host_cores = host_cores or cores()
     # A rank that takes no part causes an error after a while, not a hang (Horovod's default).
     env.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "900")
     # Gradients are sent in fixed buckets. By default Horovod fuses whatever buckets are ready,
     # and sums would be rounded in a different order from run to run.
     env.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
-    if launched_size(env) is None:
-        # A single process: no MPI, which would start a daemon of its own.
+    if launched_size(env) is None or torch_ranks(env) is not None:
+        # A single process: no MPI, which would start a daemon of its own. torchrun starts no MPI.
         env.setdefault("HOROVOD_CONTROLLER", "gloo")
         env.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
+    if launched_size(env) is None:
         # Nothing is negotiated; a cycle each millisecond (the default) costs 3 % of a core.
         env.setdefault("HOROVOD_CYCLE_TIME", "20")
     if elastic(env):

@@ -18,11 +18,9 @@ import time
 import traceback
 from typing import NoReturn
 
-import horovod.torch as hvd
-from horovod.common.exceptions import HorovodInternalError
-
 from hvdtrain.errors import EXIT_CRASH, UnsupportedTaskError, UserError
 from hvdtrain.log import logger
+from hvdtrain.runtime.horovod import HorovodInternalError, hvd
 from hvdtrain.runtime.memory import explained
 from hvdtrain.runtime.mesh import Topology
 

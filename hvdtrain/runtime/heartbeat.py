@@ -78,7 +78,7 @@ class Heartbeat:
         if self.generation_over:
             # This is RankLostError of collectives.py, which imports this module. Imported here
             # because commands that read checkpoints need no Horovod.
-            from horovod.common.exceptions import HorovodInternalError
+            from hvdtrain.runtime.horovod import HorovodInternalError
 
             raise HorovodInternalError("this generation is over")
 

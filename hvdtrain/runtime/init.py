@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import horovod.torch as hvd
 import torch
-from horovod.common.exceptions import HorovodInternalError
 
-from hvdtrain.errors import UserError
-from hvdtrain.runtime import environment, machine, pmi
+from hvdtrain.errors import LauncherError
+from hvdtrain.runtime import environment, machine, pmi, torchrun
 from hvdtrain.runtime.collectives import gather_json
+from hvdtrain.runtime.horovod import HorovodInternalError, hvd
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.work import HOROVOD, threads_named
 
 
-def initialize(threads: int = 0) -> Topology:
+def initialize(threads: int = 0, stop: Callable[[], bool] = lambda: False) -> Topology:
     """Start Horovod and return the topology; call `environment.prepare` first.
 
     Args:
         threads: number of threads for this rank's computations; 0 = by cores and ranks.
+        stop: whether this process was asked to stop; under torchrun it then waits no longer.
 
     Raises:
-        UserError: Horovod does not fit the launcher.
+        LauncherError: Horovod does not fit the launcher.
+        UserError: ranks that torchrun started do not find each other.
         RankLostError: a rank died meanwhile.
     """
+    torchrun.join(stop=stop)
     expected = environment.launched_size()
     try:
         with threads_named(HOROVOD):
@@ -37,10 +40,15 @@ def initialize(threads: int = 0) -> Topology:
         raise HorovodInternalError(str(error)) from None
     pmi.taken()
     if expected is not None and expected != hvd.size():
-        raise UserError(
-            f"the launcher started {expected} ranks, but Horovod sees {hvd.size()}: Horovod was "
-            "built for another MPI than the launcher's (`hvdtrain horovod build --install`), "
-            "or srun needs --mpi=pmix"
+        build = "`hvdtrain horovod build --install`"
+        cause = (
+            f"it was built for another MPI than the launcher's ({build}), or srun needs --mpi=pmix"
+            if hvd.mpi_built()
+            else f"it was built without MPI ({build})"
+        )
+        raise LauncherError(
+            f"the launcher started {expected} ranks, but Horovod sees {hvd.size()}: {cause}; for "
+            "independent runs set --runtime.standalone true"
         )
     facts = gather_json([socket.gethostname(), sorted(os.sched_getaffinity(0))], "topology")
     if threads:

@@ -111,9 +111,9 @@ def address_towards(hosts: Iterable[str]) -> str:
     loopback address unless this host has no other. A host's own name often resolves to loopback
     (Debian's /etc/hosts: 127.0.1.1).
     """
-    own = [a for all_ in addresses_by_interface().values() for a in all_ if not _is_loopback(a)]
+    own = [a for all_ in addresses_by_interface().values() for a in all_ if not is_loopback(a)]
     for address in (resolve(host) for host in hosts):
-        if address is not None and address not in own and not _is_loopback(address):
+        if address is not None and address not in own and not is_loopback(address):
             source = source_towards(address)
             if source in own:
                 return str(source)
@@ -132,7 +132,8 @@ def addresses_by_interface() -> dict[str, list[str]]:
     return {name: addresses for name, addresses in found.items() if addresses}
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether an IP address is this host's own address on its loopback interface."""
     return ipaddress.ip_address(address).is_loopback
 
 

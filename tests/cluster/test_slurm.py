@@ -318,3 +318,14 @@ def test_invalid_flag_fails_the_job_with_exit_code_2(slurm: Slurm, submit: Submi
     run.wait("FAILED")
     assert slurm.field(run.job, "ExitCode") == "2:0"
     assert run.restarts == 0
+
+
+def test_srun_without_pmi_starts_no_runs_unless_standalone(slurm: Slurm) -> None:
+    train = [sys.executable, "-m", "hvdtrain.train", *runs.TINY, "--train.steps", "2"]
+    step = ["srun", "--nodes=2", "--ntasks=2", "--mpi=none"]
+    root = slurm.cluster.shared / "srun"
+    slurm.run(*step, *train, "--run.root", str(root), code=1)  # Open MPI 4 refuses it itself
+    assert not root.exists()
+    alone = ["sh", "-c", 'exec "$@" --run.id rank-$SLURM_PROCID', "sh", *train]
+    slurm.run(*step, *alone, "--runtime.standalone", "true", "--run.root", str(root))
+    assert [len(runs.losses(root / f"rank-{rank}")) for rank in range(2)] == [2, 2]

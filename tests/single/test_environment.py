@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.errors import LauncherError, UserError
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.environment import (
+    forget_launcher,
+    launched_local_rank,
     launched_local_size,
     launched_rank,
     launched_size,
     prepare,
-    torchrun_rank,
 )
 from hvdtrain.runtime.machine import has_rdma
-from tests.support.runs import TINY
-from tests.support.runs import environment as environment_of_a_run
+from tests.support.runs import TINY, losses, run
 
 LAUNCHERS = {
     "horovodrun": {
@@ -42,14 +43,6 @@ def test_ranks_and_sizes_are_read_from_every_launcher(launcher: str) -> None:
 
 def test_process_without_launcher_is_rank_0_alone() -> None:
     assert (launched_rank({}), launched_size({}), launched_local_size({})) == (0, None, 1)
-
-
-def test_batch_script_variables_are_not_taken_for_a_launcher() -> None:
-    # sbatch sets them for its script, which is one process whatever the job's size.
-    script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_NPROCS": "16"}
-    assert (launched_rank(script), launched_size(script)) == (0, None)
-    # mpirun inside a Slurm job: every rank inherits the script's SLURM_PROCID.
-    assert launched_rank({**script, **LAUNCHERS["mpirun"]}) == 3
 
 
 @pytest.mark.parametrize("launcher", [None, *LAUNCHERS])
@@ -162,42 +155,106 @@ def test_ring_all_reduce_is_used_only_over_tcp_with_one_rank_per_host(
     assert ("HOROVOD_MPI_RING_ALLREDUCE" in env) is ring
 
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1"}
+AGENT = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+# Torch's env:// rendezvous: rank 3 of 4.
+OF_TORCH = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}  # fmt: skip
+BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_NPROCS": "16"}
 
 
 @pytest.mark.parametrize(
-    ("env", "found"),
+    ("env", "size", "rank"),
     [
-        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, (1, 2)),
-        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "SLURM_STEP_NUM_TASKS": "1"}, (1, 2)),
-        (TORCHRUN, (1, 2)),
-        ({**TORCHRUN, "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, None),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, None),
-        *(({**TORCHRUN, **launched}, None) for launched in LAUNCHERS.values()),
-        ({**TORCHRUN, "HOROVOD_ELASTIC": "1"}, None),
+        ({}, None, 0),
+        # One process in a job script, and in the shell of salloc, which is a step of one task.
+        (BATCH_SCRIPT, None, 0),
+        ({**BATCH_SCRIPT, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, 1, 0),
+        *((env, 4, 3) for env in LAUNCHERS.values()),
+        *(({**BATCH_SCRIPT, **env}, 4, 3) for env in LAUNCHERS.values()),
+        ({"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4"}, 4, 3),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, 4, 3),
+        ({**OF_TORCH, **AGENT}, 4, 3),
+        ({**OF_TORCH, "LOCAL_SIZE": "2"}, 4, 3),  # deepspeed
+        ({k: v for k, v in OF_TORCH.items() if k != "LOCAL_RANK"}, 4, 3),  # PyTorchJob
+        ({**OF_TORCH, **AGENT, "RANK": "0", "WORLD_SIZE": "1"}, 1, 0),
+        # srun or mpirun has started torchrun on two hosts.
+        ({**OF_TORCH, **AGENT, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, 4, 3),
+        ({**OF_TORCH, **AGENT, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, 4, 3),
+        # horovodrun, or mpirun in a script that sets torch's variables for other programs.
+        ({**OF_TORCH, **AGENT, "HOROVOD_SIZE": "8", "HOROVOD_RANK": "7"}, 8, 7),
+        ({**OF_TORCH, "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "7"}, 8, 7),
+    ],
+)  # fmt: skip
+def test_launcher_of_this_process_is_recognized_among_outer_ones(
+    env: dict[str, str], size: int | None, rank: int
+) -> None:
+    assert (launched_size(env), launched_rank(env)) == (size, rank)
+    prepare(dict(env), host_cores=8)
+
+
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4"),
+        ({"WORLD_SIZE": "4", "RANK": "3", "SLURM_NTASKS": "4"}, "WORLD_SIZE=4"),
+        ({**OF_TORCH, "MASTER_PORT": ""}, "WORLD_SIZE=4"),
+        (OF_TORCH, "WORLD_SIZE=4"),  # a local rank without the number of local ranks
+        ({"PMIX_RANK": "1"}, "PMIX_RANK=1"),
     ],
 )
-def test_torchrun_is_recognized_unless_another_launcher_started_the_rank(
-    env: dict[str, str], found: tuple[int, int] | None
+def test_process_among_others_that_cannot_be_served_is_refused(
+    env: dict[str, str], named: str
 ) -> None:
-    assert torchrun_rank(env) == found
+    env = dict(env)
+    with pytest.raises(LauncherError, match=rf"{named} in the environment.*runtime\.standalone"):
+        prepare(env, host_cores=8)
+    forget_launcher(env)
+    prepare(env, host_cores=8)
+    assert (launched_size(env), launched_rank(env), env.get("RANK")) == (None, 0, None)
+
+
+def test_torchrun_ranks_use_gloo_without_mpi() -> None:
+    env = OF_TORCH | AGENT
+    assert (launched_local_rank(env), launched_local_size(env)) == (1, 2)
+    prepare(env, host_cores=8)
+    assert env["HOROVOD_CONTROLLER"] == env["HOROVOD_CPU_OPERATIONS"] == "gloo"
+    assert env["HOROVOD_HIERARCHICAL_ALLREDUCE"] == "1"
+
+
+@pytest.mark.parametrize("env", [LAUNCHERS["horovodrun"], {"HOROVOD_ELASTIC": "1"}])
+def test_ranks_of_horovodrun_cannot_be_standalone(env: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="horovodrun starts the ranks of one run"):
+        forget_launcher(dict(env))
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_standalone_process_forgets_its_launcher(launcher: str) -> None:
+    env = dict(LAUNCHERS[launcher])
+    forget_launcher(env)
+    assert (launched_size(env), launched_rank(env), launched_local_size(env)) == (None, 0, 1)
 
 
 @pytest.mark.slow
-def test_torchrun_is_rejected_with_one_error_and_starts_no_runs(tmp_path: Path) -> None:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    train = ["-m", "hvdtrain.train", *TINY, "--run.root", str(tmp_path / "runs")]
-    done = subprocess.run(
-        [*torchrun, *train], env=environment_of_a_run({}), capture_output=True, text=True,
-        timeout=100, check=False,
-    )  # fmt: skip
-    assert done.stderr.count("hvdtrain: error: torchrun started 2 processes") == 1, done
-    assert done.stderr.count("exitcode  : 2") >= 1, done  # as torchrun reports it
-    assert done.returncode != 0 and not (tmp_path / "runs").exists()
+def test_process_that_would_train_alone_ends_unless_standalone(tmp_path: Path) -> None:
+    others = {"WORLD_SIZE": "4"}
+    done = run(tmp_path, [*TINY, "--run.root", str(tmp_path / "runs")], env=others)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+    assert "hvdtrain: error: WORLD_SIZE=4 in the environment" in done.stderr
+    assert not (tmp_path / "runs").exists()
+    alone = ["--train.steps", "2", "--run.root", str(tmp_path), "--run.id", "alone"]
+    done = run(tmp_path, [*TINY, *alone, "--runtime.standalone", "true"], env=others)
+    assert done.returncode == 0 and len(losses(tmp_path / "alone")) == 2, done
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_that_horovod_does_not_see_end_with_one_error(tmp_path: Path) -> None:
+    # As `srun --mpi=none -n 2` starts them.
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "OMPI_MCA_ess": "^slurm"}
+    env = step | {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    done = run(tmp_path, [*TINY, "--run.root", str(tmp_path / "runs")], env=env)
+    assert (done.returncode, done.stderr) == (2, ""), done
+    done = run(tmp_path, [*TINY, "--run.root", str(tmp_path)], env=env | {"SLURM_PROCID": "0"})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+    assert "the launcher started 2 ranks, but Horovod sees 1" in done.stderr, done

@@ -59,6 +59,21 @@ def test_known_error_line_gets_matching_advice(line: str) -> None:
     assert LINES[line] in advice and bool(LINES[line]) == bool(advice)
 
 
+@pytest.mark.parametrize("variable", ["LMOD_CMD", "MODULESHOME"])
+def test_advice_names_modules_where_they_are_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "/opt/modules")
+    for name, module in (("no-compiler", "gcc make"), ("cxx17", "gcc"), ("no-cmake", "cmake")):
+        _, advice = diagnose((LOGS / f"{name}.log").read_text())
+        assert f"module load {module} (`module avail`" in advice and "apt-get" not in advice
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UserError, match=r"module load patch cmake make gcc openmpi \(") as told:
+        build.build(wheel_dir=tmp_path)
+    assert "apt-get" not in str(told.value)
+
+
 def test_diagnosis_ignores_optional_cmake_packages() -> None:
     assert diagnose((LOGS / "fine.log").read_text()) == ("Successfully built horovod", "")
     assert diagnose("") == ("(the log is empty)", "")
@@ -219,13 +234,14 @@ def test_all_missing_prerequisites_are_reported_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
+    for name in ("CXX", "LMOD_CMD", "MODULESHOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(build.MODULES, "no_such_module", "no-such-package")
     with pytest.raises(UserError) as told:
         build.build(wheel_dir=tmp_path)
     message = str(told.value)
     assert "missing on this machine: patch, cmake, make, g++, mpicxx, mpirun" in message
-    assert "apt-get install -y patch cmake make g++ libopenmpi-dev openmpi-bin" in message
+    assert "apt-get install patch cmake make g++ libopenmpi-dev openmpi-bin" in message
     assert f"{sys.executable} -m pip install no-such-package" in message
     assert "--without-mpi" in message
     assert told.value.exit_code == 2

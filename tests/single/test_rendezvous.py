@@ -16,9 +16,9 @@ from horovod.runner.common.util import secret
 from horovod.runner.http.http_client import put_data_into_kvstore, read_data_from_kvstore
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousServer
 
-from hvdtrain.elastic import interfaces
 from hvdtrain.elastic.rendezvous import ask, make_handler
 from hvdtrain.errors import UserError
+from hvdtrain.runtime import interfaces
 from tests.soak.bench.rendezvous import rendezvous
 
 KEY = "5a" * 32

@@ -16,6 +16,7 @@ from tests.support.job import Finished, Job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = [sys.executable, "-m", "hvdtrain.train"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # A text that always exists and is large enough for some epochs of a tiny model.
 CORPUS = REPOSITORY / "LICENSE"
 TINY = [
@@ -24,7 +25,7 @@ TINY = [
     *("--batch.global_size", "8", "--batch.micro_size", "2"),
     *("--eval.every", "0", "--telemetry.port", "0"),
 ]
-_LAUNCHERS = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "PRTE_")
+_LAUNCHERS = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "PRTE_", "TORCHELASTIC_")
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -50,14 +51,25 @@ def start(
     Args:
         directory: for the output.
         arguments: flags of the command.
-        launcher: "" (none), or "mpirun:N", "gloo:N" (horovodrun) for N ranks.
+        launcher: "" (none), or "mpirun:N", "gloo:N" (horovodrun), "torchrun:N" for N ranks; after
+            a second colon, more flags of torchrun.
         env: in addition to `environment()`.
         command: command of each rank.
     """
     directory.mkdir(parents=True, exist_ok=True)
     argv = [*command, *arguments]
-    name, _, ranks = launcher.partition(":")
-    if name == "mpirun":
+    name, ranks, *more = [*launcher.split(":", 2), ""][:3]
+    if name == "torchrun":
+        argv = [
+            *TORCHRUN,
+            "--standalone",
+            "--nproc-per-node",
+            ranks,
+            *" ".join(more).split(),
+            "--no-python",
+            *argv,
+        ]
+    elif name == "mpirun":
         argv = mpirun(int(ranks), argv)
     elif name:
         argv = horovodrun(int(ranks), argv, controller=name)
@@ -76,7 +88,7 @@ def run(
 
     The ranks are forked, see warm.py; `start` starts them as users do.
     """
-    command = forked_train(int(launcher.partition(":")[2] or 1))
+    command = forked_train(int([*launcher.split(":"), "1"][1]))
     return start(directory, arguments, launcher, env, command).wait(timeout)
 
 

@@ -82,10 +82,10 @@ class Slurm:
             logs = "\n".join(daemon.output() for daemon in self._daemons)
             raise RuntimeError(f"Slurm did not come up: {error}\n{logs}") from error
 
-    def run(self, *argv: str, env: Mapping[str, str] | None = None) -> Finished:
-        """Run a Slurm command in the repository's directory; it must succeed."""
+    def run(self, *argv: str, env: Mapping[str, str] | None = None, code: int = 0) -> Finished:
+        """Run a Slurm command in the repository's directory; it must end with exit code `code`."""
         done = self.cluster.run(self._controller, argv, self._env | dict(env or {}))
-        assert done.returncode == 0, done
+        assert done.returncode == code, done
         return done
 
     def sbatch(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Choice of the ranks' network interface on each host of an elastic job, and launcher address.
+"""Choice of the ranks' network interface on each host, and of the launcher's address.
 
 The user's choice has priority: `horovodrun --network-interfaces`, then HOROVOD_GLOO_IFACE. Both
 may list several names, because names differ between hosts: each host uses the first name that it

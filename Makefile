@@ -44,14 +44,12 @@ VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-torch-$(TORCH))
 BIN := $(CURDIR)/$(VENV)/bin
 STAMPS := $(VENV)/stamps
 LOGS := build/tests
-# Three tests run at a time on two cores (see tests/conftest.py): they often wait. Tests marked alone
-# measure seconds; they run afterwards, one at a time, or two on hosts whose ranks mostly wait.
-TWO := -n 2 --dist loadfile
+# Three tests run at a time on two cores: they often wait.
 THREE := -n 3 --dist loadfile
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c $(VENV)/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
-.PHONY: train test setup test-fast test-single test-gloo test-mpi test-cluster test-smoke test-newest-torch soak chaos plan-check exchange-check dev-bench recorded-runs images gpu-check gpu-kit docs docs-site lint clean
+.PHONY: train test setup test-fast test-shared test-alone test-gloo test-mpi test-smoke test-newest-torch soak chaos plan-check exchange-check dev-bench recorded-runs images gpu-check gpu-kit docs docs-site lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -63,7 +61,7 @@ train: $(STAMPS)/horovod-$(GPU)
 setup: $(STAMPS)/horovod-$(GPU)
 	@echo "hvdtrain: ready; now run: . $(VENV)/bin/activate"
 
-test: test-single test-gloo test-mpi test-cluster test-newest-torch
+test: test-shared test-alone test-gloo test-mpi test-newest-torch
 
 # Without cached bytecode every rank compiles hvdtrain again (0.3 s), and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -71,14 +69,19 @@ unexport PYTHONDONTWRITEBYTECODE
 # The environment's MPI and CMake, if it has its own. Launcher tests also require `python`,
 # `hvdtrain` and `horovodrun` on PATH.
 train $(STAMPS)/horovod-$(GPU): export PATH := $(BIN):$(PATH)
-test-fast test-single test-gloo test-mpi test-cluster test-smoke soak chaos plan-check exchange-check dev-bench recorded-runs: export PATH := $(BIN):$(PATH)
+test-fast test-shared test-alone test-gloo test-mpi test-smoke soak chaos plan-check exchange-check dev-bench recorded-runs: export PATH := $(BIN):$(PATH)
 
-# Three workers on two cores: with more threads they would compete for the cores.
-test-fast test-single: export OMP_NUM_THREADS := 1
+# Several workers on two cores: with more threads they would compete for the cores.
+test-fast test-shared: export OMP_NUM_THREADS := 1
 
-test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 3000 $(BIN)/python -m pytest -q --color=no $(THREE) --no-loadscope-reorder -m "not alone" tests/single
+# Tests of tests/cluster mostly wait, the others mostly compute (see tests/conftest.py).
+test-shared: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
+	timeout -k 30 3000 $(BIN)/python -m pytest -q --color=no -n 4 --dist loadfile --no-loadscope-reorder -m "not alone and not soak" tests/single tests/cluster
+
+# They judge seconds. On hosts of their own, two at a time do not disturb each other: they mostly wait.
+test-alone: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 600 $(BIN)/python -m pytest -q --color=no -m alone tests/single
+	timeout -k 30 1200 $(BIN)/python -m pytest -q --color=no -n 2 --dist loadfile -m "alone and not soak" tests/cluster
 
 test-fast: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no $(THREE) -m "not slow" tests/single
@@ -90,10 +93,6 @@ test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	@mkdir -p $(LOGS)
 	timeout -k 30 300 $(LAUNCHER) .ci/as-rank $(LOGS)/$@ $(BIN)/python -m pytest -q --color=no tests/parallel \
 	  || { code=$$?; tail -n 30 $(LOGS)/$@.rank-*.log; exit $$code; }
-
-test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(THREE) -m "not alone and not soak" tests/cluster
-	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(TWO) -m "alone and not soak" tests/cluster
 
 test-smoke: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 600 $(BIN)/python -m pytest -q --color=no $(THREE) -m smoke $$(grep -rl mark.smoke tests/single tests/cluster)

@@ -46,8 +46,12 @@ _END_SECONDS = guard.GRACE_SECONDS + 3.0
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 14  # a longer line is sent in pieces
 _KEPT_BYTES = 1 << 20  # of output, while the driver is away or slow
-# Variables by which a launcher tells the agent, as its task, who it is; the ranks are others.
-_OF_THE_TASK = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL")
+# Variables that describe the agent as a task of its launcher, which the ranks are not.
+_OF_THE_TASK = (
+    *("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL", "MV2_COMM_WORLD_"),
+    *("SLURM_STEP_", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS"),
+    *("SLURM_TASKS_PER_NODE", "SLURM_GTIDS", "SLURM_TASK_PID", "PBS_TASKNUM"),
+)
 _STREAMS = ("stdout", "stderr")
 
 

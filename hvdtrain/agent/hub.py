@@ -11,6 +11,7 @@ is not available. Processes of an agent that returns later are ended before its 
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 import time
@@ -33,6 +34,7 @@ _WAITING_CONNECTIONS = 256  # that have not proved that they have the job's secr
 _CLOCK_SECONDS = 5.0  # difference of two hosts' clocks that is reported
 _KILLED = 128 + 9  # exit code of a process that was lost with its agent
 _HOST_CHARACTERS = 253
+_PARTS = re.compile(r"([0-9]+)")
 
 
 class Slot(Protocol):
@@ -135,8 +137,9 @@ class Hub:
     # --- called by the driver's threads ------------------------------------------------------
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Return host -> slots of all agents that may start processes, node2 before node10."""
         with self._hosts:
-            return dict(self._slots)
+            return dict(sorted(self._slots.items(), key=lambda item: _natural(item[0])))
 
     def on_hosts(self, changed: Callable[[], None]) -> None:
         """Set what is called when a host comes or goes."""
@@ -391,3 +394,8 @@ class Hub:
         self._finished = code
         for agent in self._agents.values():
             agent.send({"type": "finish", "code": code})
+
+
+def _natural(host: str) -> list[tuple[int, str]]:
+    """Sort key by which the numbers in host names count as numbers."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _PARTS.split(host)]

@@ -21,6 +21,7 @@ GROUPS = {
     "training": {
         "train": "train a model (the same as `python -m hvdtrain.train`)",
         "launch": "start training on hosts that respond, and restart it after a failure",
+        "agent": "start and end this host's ranks for the driver of a run",
         "discover": "print the hosts that respond, as host:slots",
     },
     "before a run": {

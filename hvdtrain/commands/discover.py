@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+def add_host_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add the arguments that name the hosts and the way to probe them."""
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_mutually_exclusive_group(required=required)
     source.add_argument("--hosts", metavar="LIST", help="such as node1:8,node2:8")
     source.add_argument(
         "--hostfile", metavar="FILE", help="lines such as 'node1 slots=8'; read again each time"

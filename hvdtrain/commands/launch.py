@@ -7,16 +7,31 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from hvdtrain.commands.agent import add_slots
 from hvdtrain.commands.arguments import at_least, seconds
 from hvdtrain.commands.discover import add_host_arguments
 from hvdtrain.elastic.command import training_command
 from hvdtrain.errors import UserError
 
+if TYPE_CHECKING:
+    from hvdtrain.config import Config
+
+_FIRST_TASK_SECONDS = 5.0
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_host_arguments(parser)
+    parser.description = (
+        "Start training on hosts that respond, and continue it after a failure. Without hosts, "
+        "this process starts the ranks of its own host through an agent (hvdtrain agent): a "
+        "launcher that starts it once per host, such as `srun --ntasks-per-node=1 --no-kill`, "
+        "`mpiexec -ppn 1` or pbsdsh, makes one elastic run of them, without ssh."
+    )
+    add_host_arguments(parser, required=False)
+    add_slots(parser)
     parser.add_argument(
         "--min-np",
         type=at_least(1),
@@ -33,9 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--controller",
         choices=("mpi", "gloo"),
-        default="mpi",
-        help="mpi: mpirun, a failure restarts all ranks; gloo: elastic horovodrun, the other "
-        "ranks continue (default: %(default)s)",
+        help="mpi: mpirun, a failure restarts all ranks (default); gloo: elastic horovodrun, the "
+        "other ranks continue (always without hosts)",
     )
     parser.add_argument(
         "--max-restarts",
@@ -59,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "as for horovodrun: python -m hvdtrain.train --key value",
     )
     parser.usage = (
-        f"{parser.prog} (--hosts LIST | --hostfile FILE | --slurm) [options] "
+        f"{parser.prog} [--hosts LIST | --hostfile FILE | --slurm] [options] "
         "-- [python -m hvdtrain.train] --key value ..."
     )
 
@@ -71,16 +85,20 @@ def run(args: argparse.Namespace) -> int:
 
     words = args.training[1:] if args.training[:1] == ["--"] else args.training
     train, flags = _rank_command(words)
+    if args.max_np is not None and args.max_np < args.min_np:
+        raise UserError(f"--max-np {args.max_np} is less than --min-np {args.min_np}")
+    if not (args.hosts or args.hostfile or args.slurm):
+        return _run_in_allocation(args, train, flags)
+    if args.slots is not None:
+        raise UserError("--slots is for a launch without hosts; write slots as in node1:8")
     probe = parse_probe(args.probe)
     hosts = read_hosts(args.hosts, args.hostfile, args.slurm)
     slots = total_slots(hosts)
-    if args.max_np is not None and args.max_np < args.min_np:
-        raise UserError(f"--max-np {args.max_np} is less than --min-np {args.min_np}")
     if slots < args.min_np:
         raise UserError(f"--min-np {args.min_np}, but the hosts have {slots} slots together")
     return Supervisor(
         SupervisedRun(
-            controller=args.controller,
+            controller=args.controller or "mpi",
             min_np=args.min_np,
             max_np=args.max_np,
             max_restarts=args.max_restarts,
@@ -89,9 +107,42 @@ def run(args: argparse.Namespace) -> int:
             discovery=_discovery(args),
             probe=probe,
             train=train,
-            run=_run_directory(flags),
+            run=_run_directory(_configuration(flags)),
         )
     ).run()
+
+
+def _run_in_allocation(args: argparse.Namespace, train: list[str], flags: list[str]) -> int:
+    """Be the agent of this host, and the driver in the first task of the launcher."""
+    from hvdtrain.supervise.allocation import (
+        AllocationDriver,
+        AllocationRun,
+        become_agent,
+        this_task,
+    )
+
+    if args.controller == "mpi":
+        raise UserError(
+            "--controller mpi requires hosts (--hosts, --hostfile or --slurm): without hosts the "
+            "ranks run under gloo"
+        )
+    task = this_task()
+    try:
+        config = _configuration(flags)
+        plan = AllocationRun(
+            min_np=args.min_np,
+            max_np=args.max_np,
+            slots=args.slots,
+            wait=args.wait,
+            driver_timeout=config.elastic.driver_timeout,
+            train=train,
+            run=_run_directory(config),
+        )
+    except UserError:
+        if task.number > 0:
+            time.sleep(_FIRST_TASK_SECONDS)  # the first task reports the error, which ends all
+        raise
+    return AllocationDriver(plan, task.hosts).run() if task.number == 0 else become_agent(plan)
 
 
 def _rank_command(words: list[str]) -> tuple[list[str], list[str]]:
@@ -138,11 +189,16 @@ def _other(program: str) -> str:
     )
 
 
-def _run_directory(arguments: list[str]) -> Path:
-    """Return RUN/; wrong arguments raise here."""
+def _configuration(flags: list[str]) -> Config:
+    """Return the configuration; wrong flags raise here."""
     from hvdtrain.config import parse
 
-    run = parse(arguments).config.run
+    return parse(flags).config
+
+
+def _run_directory(config: Config) -> Path:
+    """Return RUN/."""
+    run = config.run
     if run.id is None:
         raise UserError(
             "run.id is missing: a restart, also one on another machine, resumes the run of "

@@ -17,10 +17,13 @@ class ElasticConfig:
         hang_seconds: a rank that makes no progress for this long, while it neither uses CPU or
             disk nor waits for others, is killed, and its stacks are written to the run's
             logs; 10 times as long if it is busy, or has not taken part yet; 0 = never
+        driver_timeout: `hvdtrain launch` without hosts: seconds without the driver after which
+            the agents ask their ranks to save and end (exit code 75)
     """
 
     timeout_seconds: int = 0
     hang_seconds: float = 60.0
+    driver_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         require(
@@ -31,4 +34,8 @@ class ElasticConfig:
         require(
             self.hang_seconds >= 0,
             f"elastic.hang_seconds must be >= 0 (0 = never), not {self.hang_seconds}",
+        )
+        require(
+            self.driver_timeout >= 1,
+            f"elastic.driver_timeout must be >= 1 s, not {self.driver_timeout}",
         )

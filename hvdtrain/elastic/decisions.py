@@ -234,9 +234,13 @@ class JobState:
 
     # Events. Those that the user should know of return a message, or "".
 
-    def hosts_found(self, found: dict[str, int], now: float) -> list[str]:
-        """Adopt the result of a discovery; return messages about changes."""
-        changes = self.hosts.take_over(found)
+    def hosts_found(self, found: dict[str, int], now: float, certain: bool = False) -> list[str]:
+        """Adopt the result of a discovery; return messages about changes.
+
+        Args:
+            certain: a missing host is gone; otherwise only if the next discovery misses it, too.
+        """
+        changes = self.hosts.take_over(found, certain)
         if changes:
             self.slots.release_refused()
         for process in self.alive():

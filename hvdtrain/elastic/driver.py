@@ -39,7 +39,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from horovod.runner.common.util.hosts import SlotInfo
 
@@ -84,6 +84,57 @@ _EXCLUDED = {"rank": -1}
 _SPARE = {"rank": -1, "spare": True}
 
 CreateWorker = Callable[[SlotInfo, list[threading.Event]], tuple[int, float]]
+
+
+class Starter(Protocol):
+    """How the driver starts and ends processes: `WorkerThreads`, or agents (agent/hub.py)."""
+
+    def start(self, slot: SlotInfo, on_exit: Callable[[int], None]) -> None:
+        """Start process number `slot.rank`; call `on_exit` with its exit code in another thread."""
+
+    def end(self, number: int) -> None:
+        """End a process: SIGTERM, and SIGKILL 5 s later."""
+
+    def end_all(self) -> None:
+        """End all processes."""
+
+
+class WorkerThreads:
+    """Processes that horovodrun starts over ssh, each with a thread that waits for it.
+
+    Args:
+        create_worker: starts a process and returns when it has ended; ends it if one of the
+            events is set.
+    """
+
+    def __init__(self, create_worker: CreateWorker) -> None:
+        self._create = create_worker
+        self.threads: list[threading.Thread] = []
+        self.ends: dict[int, threading.Event] = {}  # process -> set to end it
+        self._all = threading.Event()
+
+    def start(self, slot: SlotInfo, on_exit: Callable[[int], None]) -> None:
+        end = self.ends[slot.rank] = threading.Event()
+
+        def run() -> None:
+            code, _ = self._create(slot, [self._all, end])
+            on_exit(code)
+
+        thread = threading.Thread(target=run, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def end(self, number: int) -> None:
+        self.ends[number].set()
+
+    def end_all(self) -> None:
+        self._all.set()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the threads of ended processes."""
+        deadline = time.monotonic() + seconds
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Results(NamedTuple):
@@ -132,9 +183,7 @@ class ElasticDriver:
         # For threads that wait for ranks: a thousand of them must not wake at each change.
         self._answered = threading.Condition(lock)
         self._answers: dict[int, dict[str, Any]] = {}  # process -> answer that it has not received
-        self._create: CreateWorker | None = None
-        self._threads: list[threading.Thread] = []  # one per process
-        self._ends: dict[int, threading.Event] = {}  # process -> set to end it
+        self._starter: Starter | None = None
         self._plan: Sequence[SlotInfo] = []  # ranks of the current generation
         self._job = secrets.randbits(62)  # unique to this job
         self._most_ranks = 0  # most ranks that have run at once so far
@@ -146,6 +195,7 @@ class ElasticDriver:
         self._results: dict[str, tuple[int, float]] = {}
         self._shutdown = threading.Event()  # all processes are killed
         self._finished = threading.Event()  # get_results returns
+        self._hosts_changed = threading.Event()  # wakes the discoverer
         self._discoverer = threading.Thread(target=self._discover, daemon=True)
         self._discoverer.start()
 
@@ -197,8 +247,12 @@ class ElasticDriver:
 
     def start(self, num_proc: int, create_worker: CreateWorker) -> None:
         """Start `num_proc` processes and the driver's thread."""
+        self.start_with(WorkerThreads(create_worker), num_proc)
+
+    def start_with(self, starter: Starter, num_proc: int) -> None:
+        """Call `start` with another way to start processes."""
         with self._changed:
-            self._create = create_worker
+            self._starter = starter
             self._listen()
             now = time.monotonic()
             for action in start_processes(self._state, num_proc, now):
@@ -221,16 +275,30 @@ class ElasticDriver:
         """Wait for the end of the job."""
         while not self._finished.wait(0.2):
             pass
-        deadline = time.monotonic() + _JOIN_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        if isinstance(self._starter, WorkerThreads):
+            self._starter.join(_JOIN_SECONDS)
         if self._records is not None:
             self._records.flush(_RECORD_SECONDS)
         return Results(None, self._results)
 
     def stop(self) -> None:
-        self._shutdown.set()
+        self._end_all()
         self._rendezvous.stop()
+
+    # --- what `hvdtrain launch` calls besides ---------------------------------
+
+    def discover(self) -> None:
+        """Run a discovery soon: the hosts have changed."""
+        self._hosts_changed.set()
+
+    def request_stop(self) -> None:
+        """Ask the ranks to write a checkpoint and end."""
+        self._state.stop_requested = True
+
+    def kill(self, exit_code: int) -> None:
+        """End all processes at once."""
+        with self._changed:
+            self._kill(exit_code)
 
     # --- the driver's thread -------------------------------------------------
 
@@ -280,7 +348,8 @@ class ElasticDriver:
             case StartProcess():
                 self._start_process(action)
             case EndProcess(number):
-                self._ends[number].set()
+                assert self._starter is not None
+                self._starter.end(number)
             case RemoveProcess(number):
                 self._answer({number: _EXCLUDED})
             case RefuseProcess(number, reason):
@@ -295,7 +364,7 @@ class ElasticDriver:
                 if self._heartbeats is not None:
                     self._heartbeats.announce_over(ranks, generation)
             case EndJob():
-                self._shutdown.set()
+                self._end_all()
             case ReportResult(exit_code):
                 self._finish(exit_code)
 
@@ -304,16 +373,10 @@ class ElasticDriver:
         slots = self._state.hosts.slots[action.host]
         slot_info = SlotInfo(action.host, action.number, action.slot, 0, action.size, slots, 1)
         process = self._state.processes[action.number]
-        end = self._ends[action.number] = threading.Event()
-        thread = threading.Thread(
-            target=lambda: self._run_process(process, slot_info, end), daemon=True
-        )
-        self._threads.append(thread)
-        thread.start()
+        assert self._starter is not None
+        self._starter.start(slot_info, lambda code: self._on_exit(process, code))
 
-    def _run_process(self, process: TrainingProcess, slot: SlotInfo, end: threading.Event) -> None:
-        assert self._create is not None
-        code, _ = self._create(slot, [self._shutdown, end])
+    def _on_exit(self, process: TrainingProcess, code: int) -> None:
         with self._changed:
             if self._heartbeats is not None:
                 self._heartbeats.drop(process.number)
@@ -454,8 +517,10 @@ class ElasticDriver:
         if problem := self._discover_once():
             _say(f"error: {problem}")
             self._kill(EXIT_USER)
-        while not self._shutdown.wait(self._discovery_pause()):
-            if problem := self._discover_once():
+        while not self._shutdown.is_set():
+            self._hosts_changed.wait(self._discovery_pause())
+            self._hosts_changed.clear()
+            if not self._shutdown.is_set() and (problem := self._discover_once()):
                 _say(problem)
 
     def _discover_once(self) -> str:
@@ -465,7 +530,8 @@ class ElasticDriver:
         except Exception as error:
             return f"discovery failed: {error}"
         with self._changed:
-            for change in self._state.hosts_found(found, time.monotonic()):
+            certain = getattr(self._discovery, "certain", False)
+            for change in self._state.hosts_found(found, time.monotonic(), certain):
                 _say(change)
             if self._records is not None:
                 self._find_suspects(self._records, say=False)
@@ -539,7 +605,13 @@ class ElasticDriver:
     def _kill(self, exit_code: int) -> None:
         """Kill all processes; `exit_code` applies if none is determined yet."""
         self._state.killed(time.monotonic(), exit_code)
+        self._end_all()
+
+    def _end_all(self) -> None:
         self._shutdown.set()
+        self._hosts_changed.set()
+        if self._starter is not None:
+            self._starter.end_all()
 
     def _finish(self, code: int) -> None:
         """Report the exit code to horovodrun; the job is over."""

@@ -186,6 +186,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _main(arguments: list[str]) -> int:
+    # Slurm sends a job's signals to all of its processes; this one ends with its rank.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     if len(arguments) <= 6:
         return _watch(arguments)
     address, _, port = arguments[4].rpartition(":")

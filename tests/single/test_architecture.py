@@ -21,7 +21,7 @@ ROWS = [
     {"engine"},
     {"elastic", "exchange", "parallel"},
     {"tasks", "horovod_wheel"},
-    {"models", "data", "optim", "checkpoint", "telemetry", "launch", "comm"},
+    {"models", "data", "optim", "checkpoint", "telemetry", "launch", "comm", "agent"},
     {"run_files"},
     {"runtime"},
     {"log", "files", "config_files", "config_checks"},

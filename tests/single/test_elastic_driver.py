@@ -334,7 +334,7 @@ def test_leaving_rank_is_signaled_only_after_its_deadline(
     del running.hosts["b"]
     _until(lambda: running.news()["hosts"])
     assert running.ranks(0) == [None], "process 1 has not asked yet"
-    assert not running.driver._ends[1].is_set(), "SIGTERM would preempt the run"
+    assert not running.driver._starter.ends[1].is_set(), "SIGTERM would preempt the run"
     assert running.ranks(0, 1) == [None, None], "2 ranks are needed"
     running.hosts["b"] = 1
     _until(lambda: not running.driver._state.processes[1].leaving)
@@ -343,7 +343,7 @@ def test_leaving_rank_is_signaled_only_after_its_deadline(
     _until(lambda: running.news()["hosts"])
     monkeypatch.setattr(decisions, "_LEAVE_SECONDS", 0.5)
     running.ranks(0)
-    _until(lambda: running.driver._ends[1].is_set())
+    _until(lambda: running.driver._starter.ends[1].is_set())
     assert running.ranks(1) == [-1], "a rank that was signalled must not take part again"
 
 
@@ -358,8 +358,8 @@ def test_leave_deadline_counts_from_the_removal_of_the_host(
     del running.hosts["b"]
     _until(lambda: running.driver._state.processes[1].leaving)
     time.sleep(0.6)  # the driver looks four times a second
-    assert not running.driver._ends[1].is_set()
-    _until(lambda: running.driver._ends[1].is_set())
+    assert not running.driver._starter.ends[1].is_set()
+    _until(lambda: running.driver._starter.ends[1].is_set())
 
 
 def test_notice_on_every_host_stops_the_run_with_exit_code_75(job: Callable[..., Job]) -> None:
@@ -557,7 +557,7 @@ def test_unkillable_process_does_not_block_the_others(
     assert running.ranks(0) == [-1], "it came back"
     monkeypatch.setattr(decisions, "_LAST_RESORT_SECONDS", 1.0)
     assert running.ranks(2) == [0]
-    assert running.driver._ends[1].is_set()
+    assert running.driver._starter.ends[1].is_set()
 
 
 def test_signals_and_exit_codes_are_described_distinctly() -> None:

@@ -180,6 +180,9 @@ class Process:
 class Cluster:
     """Hosts with the given names, running inside the `with` block.
 
+    Args:
+        sshd: whether each host runs sshd.
+
     Attributes:
         shared: a directory that all hosts and this process see at the same path. They also share
             the repository and the virtual environment, but not /tmp.
@@ -189,8 +192,9 @@ class Cluster:
         RuntimeError: a host did not start; the message contains its log.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], sshd: bool = True) -> None:
         self.names = list(names)
+        self._sshd = sshd
         self._inits: dict[str, psutil.Process] = {}
         self._holders: list[subprocess.Popen[bytes]] = []
         self._jobs: list[Job] = []
@@ -348,16 +352,17 @@ class Cluster:
         return host in self._inits
 
     def boot(self, host: str) -> None:
-        """Start a host and wait until it responds to ssh."""
+        """Start a host and wait until it responds, to ssh if it runs sshd."""
         log = self._directory.path / host / "log"
         visible = [str(REPOSITORY), sys.prefix, sys.base_prefix]
         script = [str(Path(__file__).with_name("host.sh")), host, str(self._directory.path)]
+        script += ["sshd" if self._sshd else "none"]
         unshare = ["unshare", *NAMESPACES, "--fork", "--kill-child=KILL", "--mount-proc"]
         holder = self._hold([*unshare, "sh", *script, *visible], log)
         try:
             self._inits[host] = _only_child(holder)
             self._plug_in(host)
-            poll(lambda: self._answers(host), 20, f"ssh {host}")
+            poll(lambda: self._answers(host), 20, f"an answer of {host}")
             if self._warm:
                 self._warm_up(host)
         except (AssertionError, psutil.Error, subprocess.SubprocessError) as error:
@@ -391,7 +396,9 @@ class Cluster:
             check(["nsenter", "--target", pid, "--net", "ip", *command])
 
     def _answers(self, host: str) -> bool:
-        return self.run(host, ["ssh", host, "true"], cwd=Path("/"), timeout=20).returncode == 0
+        # Without sshd: the last thing that host.sh does before it waits.
+        command = ["ssh", host, "true"] if self._sshd else ["pgrep", "-x", "sleep"]
+        return self.run(host, command, cwd=Path("/"), timeout=20).returncode == 0
 
     def _processes(self, host: str) -> list[Process]:
         namespace = pid_namespace(self._inits[host].pid) if host in self._inits else None

@@ -304,7 +304,7 @@ class SteppedDriver:
 
     @property
     def ended(self) -> set[int]:
-        return {number for number, end in self.driver._ends.items() if end.is_set()}
+        return {number for number, end in self.driver._starter.ends.items() if end.is_set()}
 
     def discover(self, fails: bool = False) -> None:
         """Run one discovery."""
@@ -347,7 +347,7 @@ class SteppedDriver:
 
     def exit(self, number: int, code: int) -> None:
         self._codes[number] = code
-        self.driver._threads[number].run()
+        self.driver._starter.threads[number].run()
         self._record_generations()
 
     def fall_silent(self, number: int) -> bool:

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Turns a process in namespaces of its own into a host, then becomes its sshd.
+# Turns a process in namespaces of its own into a host, then becomes its sshd, or just waits.
 # Every mount below is seen by this host alone and vanishes with its last process.
-# Arguments: the host's name, the cluster's directory, then the directories that must stay
-# visible although they may lie under /tmp.
+# Arguments: the host's name, the cluster's directory, sshd or none, then the directories that must
+# stay visible although they may lie under /tmp.
 set -eu
-name=$1 common=$2
-shift 2
+name=$1 common=$2 server=$3
+shift 3
 hostname "$name"
 ip link set lo up
 
@@ -31,4 +31,5 @@ mount --bind "$common/shadow" /etc/shadow
 for file in "$HOME/.bashrc" "$HOME/.ssh/config"; do
     if [ -e "$file" ]; then mount --bind "$common/empty" "$file"; fi
 done
+[ "$server" = sshd ] || exec sleep infinity
 exec "$(command -v sshd)" -D -e -f "$common/$name/sshd_config"

@@ -17,11 +17,13 @@
 # number is in GRACE_SECONDS below.
 #SBATCH --signal=B:USR1@{{ job.grace }}
 #SBATCH --requeue
+##SBATCH --no-kill    # with LAUNCHER=elastic: the job continues without a node that fails
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 
-LAUNCHER=${LAUNCHER:-srun}          # srun, mpirun (if Slurm has no PMIx), or launch: mpirun
-                                    # that is restarted when a rank or a node dies
+# srun, mpirun (if Slurm has no PMIx), launch: mpirun that is restarted when a rank or a node dies,
+# or elastic: when a rank or a node dies, the other ranks continue; no ssh
+LAUNCHER=${LAUNCHER:-srun}
 {{ ('VENV=${VENV:-' ~ job.venv ~ '}').ljust(35) }} # the environment that has hvdtrain; all nodes must see it
 {{ ('CONTAINER=${CONTAINER:-' ~ (job.image or '') ~ '}').ljust(35) }} # an Apptainer image with hvdtrain, instead of VENV
 {{ ('GRACE_SECONDS=' ~ job.grace).ljust(35) }} # a save that would take longer is not started
@@ -66,8 +68,15 @@ case $LAUNCHER in
 srun) start=(srun --mpi=pmix --kill-on-bad-exit=1 "${python[@]}" -m hvdtrain.train) ;;
 mpirun) start=("${mpirun[@]}" "${python[@]}" -m hvdtrain.train) ;;
 launch) start=("${python[@]}" -m hvdtrain.cli launch --slurm --) ;;
+# One task per node, which starts the ranks of the node and needs all of its cores.
+elastic)
+    unset SRUN_CPUS_PER_TASK SLURM_CPUS_PER_TASK
+    start=(srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0)
+    start+=(--cpu-bind=none "${python[@]}" -m hvdtrain.cli launch)
+    start+=(${SLURM_NTASKS_PER_NODE:+--slots "$SLURM_NTASKS_PER_NODE"} --)
+    ;;
 *)
-    echo "LAUNCHER is srun, mpirun or launch, not $LAUNCHER" >&2
+    echo "LAUNCHER is srun, mpirun, launch or elastic, not $LAUNCHER" >&2
     exit 2
     ;;
 esac

@@ -1,0 +1,10 @@
+"""Agents: one small process per host that starts and ends the host's ranks for the driver.
+
+    protocol.py      an authenticated connection between the driver and an agent
+    driver_file.py   RUN/.driver.json: where the driver is, and the job's secret
+    agent.py         the agent: one process per host
+    guard.py         parent of one rank, forked by the agent; nothing of the rank outlives it
+    hub.py           the driver's side: all agents, their hosts and processes
+
+An agent imports neither torch nor Horovod: it starts at once and needs little memory.
+"""

@@ -1,0 +1,53 @@
+"""`hvdtrain agent`: the process on each host that starts and ends its ranks."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from pathlib import Path
+
+from hvdtrain.commands.arguments import at_least, seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Start and end the ranks of this host for the driver of a run, until the run ends. "
+        "`hvdtrain launch` without hosts starts an agent on each host; start one by hand to add a "
+        "host to a run. The agent finds the driver through the run directory and exits with the "
+        "exit code of the run."
+    )
+    parser.add_argument(
+        "--run", type=Path, required=True, metavar="DIR", help="run directory, on all hosts"
+    )
+    add_slots(parser)
+    parser.add_argument(
+        "--host",
+        default=socket.gethostname(),
+        metavar="NAME",
+        help="name of this host in the run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--wait",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds to wait for the driver (default: %(default)s)",
+    )
+
+
+def add_slots(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that both `agent` and `launch` have."""
+    parser.add_argument(
+        "--slots",
+        type=at_least(1),
+        metavar="N",
+        help="maximum number of ranks on this host (default: its GPUs, or cores without GPUs)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from hvdtrain.agent.agent import AgentSettings, keep
+    from hvdtrain.agent.host import default_slots
+
+    slots = args.slots or default_slots()
+    return keep(AgentSettings(args.run.absolute(), args.host, slots, args.wait))

@@ -1,0 +1,163 @@
+"""Elastic runs in a Slurm job on three hosts without sshd: agents survive its faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import namespaces, runs
+from tests.support import slurm as support
+from tests.support.cluster import Cluster, Process
+from tests.support.job import poll
+from tests.support.slurm import Slurm
+
+STEPS = 250
+PACE = 0.06  # seconds per micro-batch: a step takes 0.12 s on 3 or 2 ranks
+WAIT_SECONDS = 90
+# The goals are 0.4 s for a rank, 1.5 s for an agent and 2 s for a node, on an idle machine.
+PAUSES = {"rank": 2.0, "agent": 3.5, "node": 5.0}
+HOSTS = ["node1", "node2", "node3"]
+TRAIN = [
+    *("--task", "tests.support.tasks:SlowWhile", *runs.TINY, "--train.steps", str(STEPS)),
+    *("--checkpoint.every", "1000"),  # the only checkpoint to resume from is the signal's
+]
+
+
+class AgentJob:
+    """A job of slurm/train.sbatch with LAUNCHER=elastic and one rank per node."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.slurm = cluster, Slurm(cluster)
+        self.root = cluster.shared / "runs"
+        self.root.mkdir()
+        self._slow = self.root / "slow"
+        self._slow.touch()
+        env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "VENV": sys.prefix}
+        env |= {"HVDTRAIN_TEST_SLOW": f"{PACE}:{self._slow}", "LAUNCHER": "elastic"}
+        options = ["--nodes=3", "--ntasks-per-node=1", "--no-kill", f"--output={self.root}/log"]
+        script = ["slurm/train.sbatch", *TRAIN, "--run.root", str(self.root)]
+        self.number = self.slurm.sbatch([*options, *script], env)
+        self.run = self.root / f"slurm-{self.number}"
+
+    @property
+    def log(self) -> str:
+        return (self.root / "log").read_text() if (self.root / "log").exists() else ""
+
+    def lines(self) -> list[dict[str, float]]:
+        path = self.run / "metrics.jsonl"
+        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def wait_for_world(self, size: int, since: float = 0.0) -> None:
+        """Wait for a step of so many ranks that ended after a unix time."""
+
+        def trains() -> bool:
+            line = (self.lines() or [{"world_size": 0, "time": 0.0}])[-1]
+            return line["world_size"] == size and line["time"] > since
+
+        try:
+            poll(trains, WAIT_SECONDS, f"a step of {size} ranks")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.log}") from None
+
+    def named(self, name: str, host: str) -> list[Process]:
+        def is_named(process: Process) -> bool:
+            try:
+                return Path(f"/proc/{process.pid}/comm").read_text().strip() == name
+            except OSError:
+                return False
+
+        return [process for process in self.cluster.processes(host) if is_named(process)]
+
+    def pause_since(self, began: float) -> float:
+        """Seconds from a unix time to the first step that ended later and with fewer ranks."""
+        return next(
+            line["time"] - began
+            for line in self.lines()
+            if line["time"] > began and line["world_size"] == 2
+        )
+
+    def check_curve(self, expected: list[float]) -> None:
+        """Check that each step so far was done once, with the losses of the undisturbed run."""
+        lines = self.lines()
+        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+        found = [line["loss"] for line in lines]
+        assert found == pytest.approx(expected[: len(found)], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process without a launcher."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    env = {"HVDTRAIN_TEST_SLOW": f"0:{root}/none"}
+    arguments = [*TRAIN, "--run.root", str(root), "--run.id", "a"]
+    done = runs.run(root / "output", arguments, env=env, timeout=WAIT_SECONDS)
+    assert done.returncode == 0, done
+    return runs.losses(root / "a")
+
+
+@pytest.fixture(scope="module")
+def job(undisturbed: list[float]) -> Iterator[AgentJob]:
+    """One job for all tests below, one after another."""
+    reason = namespaces.why_not() or support.why_not()
+    if reason and os.environ.get("CI") == "true":
+        pytest.fail(f"the cluster tests must run in CI: {reason}")
+    if reason:
+        pytest.skip(reason)
+    with Cluster(HOSTS, sshd=False) as cluster:
+        yield AgentJob(cluster)
+
+
+def test_run_starts_on_all_nodes_without_sshd(job: AgentJob) -> None:
+    job.wait_for_world(3)
+    assert not job.cluster.processes(containing="sshd")
+    assert "on 3 ranks (node1:1, node2:1, node3:1)" in job.log
+
+
+def test_survivors_continue_after_a_rank_is_killed(job: AgentJob) -> None:
+    began = time.time()
+    job.cluster.kill(job.cluster.ranks("node2"))
+    job.wait_for_world(2, began)
+    assert job.pause_since(began) < PAUSES["rank"]
+    job.wait_for_world(3, began)
+
+
+def test_host_returns_after_its_agent_is_killed(job: AgentJob) -> None:
+    ranks, began = job.cluster.ranks("node3"), time.time()
+    job.cluster.kill(job.named("hvdtrain-agent", "node3"))
+    job.wait_for_world(2, began)
+    assert job.pause_since(began) < PAUSES["agent"]
+    job.wait_for_world(3, began)
+    assert not {rank.pid for rank in ranks} & {p.pid for p in job.cluster.ranks("node3")}
+
+
+def test_requeued_job_loses_no_step(job: AgentJob, undisturbed: list[float]) -> None:
+    log, began = len(job.log), time.time()
+    job.slurm.run("scontrol", "requeue", str(job.number))
+    poll(lambda: "resumed from the checkpoint" in job.log[log:], WAIT_SECONDS, "a restart")
+    job.wait_for_world(3, began)
+    stopped = re.findall(r"asked to stop after step (\d+)", job.log[log:])
+    assert stopped == re.findall(r"resumed from the checkpoint of step (\d+)", job.log[log:])
+    assert "watchdog ended" not in job.log
+    job.check_curve(undisturbed)
+
+
+def test_run_ends_well_without_a_node_that_died(job: AgentJob, undisturbed: list[float]) -> None:
+    job.slurm.run("scontrol", "update", "NodeName=node2", "State=DRAIN", "Reason=test")
+    began = time.time()
+    job.cluster.kill_host("node3")
+    job.wait_for_world(2, began)
+    assert job.pause_since(began) < PAUSES["node"]
+    job.slurm.run("scontrol", "update", "NodeName=node3", "State=DOWN", "Reason=test")
+    job.wait_for_world(2, time.time() + 1)
+    job._slow.unlink()
+    job.slurm.wait(job.number, "COMPLETED", WAIT_SECONDS)
+    assert len(job.lines()) == STEPS
+    job.check_curve(undisturbed)

@@ -1,0 +1,349 @@
+"""Real agents with real processes, and the driver's side of them (agent/hub.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+from horovod.runner.common.util.hosts import SlotInfo
+
+from hvdtrain.agent import driver_file
+from hvdtrain.agent.driver_file import DriverFile
+from hvdtrain.agent.hub import Hub, Slot
+from tests.support.job import poll
+
+SECONDS = 20
+
+
+class Fleet:
+    """A hub and agents on this machine, each with a host name of its own.
+
+    Attributes:
+        codes: exit code of each process that has ended.
+        output: text of each process and stream.
+        signals: (host, number) of signals that agents received.
+        said: messages for the user.
+    """
+
+    def __init__(self, run: Path, timeout: float = 30) -> None:
+        self.run, self._timeout = run, timeout
+        self.secret = driver_file.new_secret()
+        self.codes: dict[int, int] = {}
+        self.output: dict[tuple[int, str], str] = {}
+        self.signals: list[tuple[str, int]] = []
+        self.said: list[str] = []
+        self.agents: dict[str, subprocess.Popen[str]] = {}
+        self._scripts: dict[int, str] = {}
+        self.new_hub(["sh", "-c", 'eval "$SCRIPT"'])
+
+    def new_hub(self, command: list[str]) -> None:
+        self.hub = Hub(
+            bytes.fromhex(self.secret),
+            self._timeout,
+            command,
+            str(self.run),
+            self._on_output,
+            lambda host, number: self.signals.append((host, number)),
+            self.said.append,
+        )
+        self.hub.on_start(self._environment)
+        driver_file.write(self.run, DriverFile(["127.0.0.1"], self.hub.port, self.secret))
+
+    def _on_output(self, number: int, stream: str, text: str) -> None:
+        self.output[number, stream] = self.output.get((number, stream), "") + text
+
+    def _environment(self, slot: Slot, address: str) -> Mapping[str, str]:
+        return {"ADDRESS": address, "SCRIPT": self._scripts[slot.rank]}
+
+    def agent(self, host: str, slots: int = 2, env: Mapping[str, str] | None = None) -> None:
+        """Start an agent, and wait until it is registered."""
+        argv = [sys.executable, "-m", "hvdtrain.cli", "agent", "--run", str(self.run)]
+        self.agents[host] = subprocess.Popen(
+            [*argv, "--host", host, "--slots", str(slots), "--wait", "20"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | dict(env or {}),
+        )
+        assert self.hub.wait_for(lambda hosts: host in hosts, SECONDS), self.said
+
+    def start(self, number: int, script: str, host: str = "a") -> None:
+        """Start a shell script as a process."""
+        self._scripts[number] = script
+        self.hub.start(
+            SlotInfo(host, number, number, 0, 1, 1, 1),
+            lambda code: self.codes.__setitem__(number, code),
+        )
+
+    def wait_for_exit(self, number: int) -> int:
+        poll(lambda: number in self.codes, SECONDS, f"the end of {number}: {self.said}")
+        return self.codes[number]
+
+    def wait_for_output(self, number: int, text: str, stream: str = "stdout") -> str:
+        def written() -> bool:
+            return text in self.output.get((number, stream), "")
+
+        poll(written, SECONDS, f"{text!r} in {self.output}")
+        return self.output[number, stream]
+
+    def pid(self, host: str, name: str) -> psutil.Process:
+        """The agent's process of that name: hvdtrain-keeper, hvdtrain-agent."""
+        keeper = psutil.Process(self.agents[host].pid)
+        found: list[psutil.Process] = []
+
+        def exists() -> bool:
+            every = [keeper, *keeper.children(recursive=True)]
+            found.extend(p for p in every if p.name() == name)
+            return bool(found)
+
+        poll(exists, SECONDS, name)
+        return found[0]
+
+    def exit_code(self, host: str) -> int:
+        return self.agents[host].wait(SECONDS)
+
+    def close(self) -> None:
+        self.hub.finish(0)
+        for agent in self.agents.values():
+            try:
+                agent.wait(SECONDS)
+            finally:
+                agent.kill()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    fleet.close()
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _forks(seconds: int = 600) -> str:
+    """A script that leaves processes behind: a child, and one in a session of its own."""
+    return f"sleep {seconds} & echo $!; setsid sleep {seconds} & sleep 0.1; pgrep -n sleep; "
+
+
+def test_agent_starts_and_reports_processes_of_its_host(fleet: Fleet) -> None:
+    fleet.agent("a")
+    fleet.agent("b", slots=1)
+    assert fleet.hub.find_available_hosts_and_slots() == {"a": 2, "b": 1}
+    fleet.start(0, "echo $HOROVOD_RENDEZVOUS_SECRET $ADDRESS; pwd; echo problem >&2; exit 3")
+    fleet.start(1, "kill -9 $$", host="b")
+    assert fleet.wait_for_exit(0) == 3
+    assert fleet.wait_for_exit(1) == 128 + 9
+    secret, address, directory = fleet.output[0, "stdout"].split()
+    assert len(secret) == 64 and secret != fleet.secret, "derived from the job's secret"
+    assert (address, directory) == ("127.0.0.1", str(fleet.run))
+    assert fleet.output[0, "stderr"] == "problem\n"
+
+
+def test_rank_has_a_session_of_its_own_and_no_variables_of_the_task(fleet: Fleet) -> None:
+    fleet.agent("a", env={"PMI_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OTHER": "kept"})
+    fleet.start(0, "echo $$ $(ps -o sid= -p $$); env; trap; ls /proc/$$/fd | wc -l")
+    fleet.wait_for_exit(0)
+    lines = fleet.output[0, "stdout"].splitlines()
+    assert len(set(lines[0].split())) == 1
+    assert "OTHER=kept" in lines
+    assert not [line for line in lines if line.startswith(("PMI_", "OMPI_COMM_WORLD_"))]
+    assert int(lines[-1]) <= 4, "descriptors of the agent"
+
+
+def test_program_that_cannot_be_started_ends_with_127(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.hub._command = ["/no/such/program"]
+    fleet.agent("a")
+    fleet.start(0, "")
+    assert fleet.wait_for_exit(0) == 127
+    assert "/no/such/program cannot be started: No such file" in fleet.output[0, "stderr"]
+    fleet.close()
+
+
+def test_all_output_arrives_before_the_exit_code(fleet: Fleet) -> None:
+    fleet.agent("a")
+    fleet.start(0, "seq 100000; printf 'no newline'; printf '\\377' >&2")
+    fleet.wait_for_exit(0)
+    lines = fleet.output[0, "stdout"].split("\n")
+    assert lines == [*map(str, range(1, 100001)), "no newline"]
+    assert fleet.output[0, "stderr"] == "\ufffd"
+
+
+def test_end_is_sigterm_then_sigkill(fleet: Fleet) -> None:
+    fleet.agent("a")
+    fleet.start(0, "trap 'echo saved; exit 75' TERM; echo ready; while :; do sleep 0.05; done")
+    fleet.start(1, "trap '' TERM; echo ready; while :; do sleep 0.05; done")
+    for number in (0, 1):
+        fleet.wait_for_output(number, "ready")
+    began = time.monotonic()
+    fleet.hub.end_all()
+    assert fleet.wait_for_exit(0) == 75
+    assert "saved" in fleet.output[0, "stdout"]
+    assert fleet.wait_for_exit(1) == 128 + 9
+    assert 4 < time.monotonic() - began < 9
+
+
+def test_nothing_outlives_a_rank(fleet: Fleet) -> None:
+    fleet.agent("a")
+    fleet.start(0, _forks() + "exit 0")
+    fleet.start(1, "sleep 600 & echo $!; wait")
+    assert fleet.wait_for_exit(0) == 0
+    left = [int(pid) for pid in fleet.output[0, "stdout"].split()]
+    assert len(left) == 2 and all(_gone(pid) for pid in left)
+    other = int(fleet.wait_for_output(1, "\n"))
+    assert not _gone(other), "a process of another rank was killed"
+
+
+def test_nothing_outlives_a_killed_agent_and_another_one_starts(fleet: Fleet) -> None:
+    fleet.agent("a")
+    fleet.start(0, "echo $$; " + _forks() + "trap '' TERM HUP; wait")
+    fleet.wait_for_output(0, "\n")
+    poll(lambda: fleet.output[0, "stdout"].count("\n") == 3, SECONDS, "three processes")
+    began = time.monotonic()
+    fleet.pid("a", "hvdtrain-agent").kill()
+    assert fleet.wait_for_exit(0) == 128 + 9
+    assert time.monotonic() - began < 1.5
+    left = [int(pid) for pid in fleet.output[0, "stdout"].split()]
+    poll(lambda: all(_gone(pid) for pid in left), SECONDS, f"the end of {left}")
+    assert fleet.hub.wait_for(lambda hosts: "a" in hosts, SECONDS)
+    fleet.start(1, "exit 4")
+    assert fleet.wait_for_exit(1) == 4
+
+
+def test_nothing_outlives_a_killed_guard(fleet: Fleet) -> None:
+    fleet.agent("a")
+    fleet.start(0, "echo $$; " + _forks() + "trap '' TERM HUP; wait")
+    poll(lambda: fleet.output.get((0, "stdout"), "").count("\n") == 3, SECONDS, "processes")
+    fleet.pid("a", "hvdtrain-guard").kill()
+    assert fleet.wait_for_exit(0) == 128 + 9
+    left = [int(pid) for pid in fleet.output[0, "stdout"].split()]
+    poll(lambda: all(_gone(pid) for pid in left), SECONDS, f"the end of {left}")
+
+
+def test_processes_survive_a_broken_connection(fleet: Fleet) -> None:
+    fleet.agent("a")
+    fleet.start(0, "echo ready; read line < $PIPE; echo after; exit 5".replace(
+        "$PIPE", str(fleet.run / "pipe")))  # fmt: skip
+    os.mkfifo(fleet.run / "pipe")
+    fleet.wait_for_output(0, "ready")
+    before = fleet.hub._agents["a"].channel
+    assert before is not None
+    fleet.hub._call(before.abort)
+    poll(lambda: fleet.hub._agents["a"].channel not in (None, before), SECONDS, "a connection")
+    assert 0 not in fleet.codes
+    (fleet.run / "pipe").write_text("\n")
+    assert fleet.wait_for_exit(0) == 5
+    assert fleet.output[0, "stdout"] == "ready\nafter\n"
+    assert not fleet.said
+
+
+def test_stopped_agent_loses_its_host_and_ends_old_processes_on_return(fleet: Fleet) -> None:
+    fleet.agent("a")
+    fleet.start(0, "echo $$; exec sleep 600")
+    rank = int(fleet.wait_for_output(0, "\n"))
+    agent = fleet.pid("a", "hvdtrain-agent")
+    agent.suspend()
+    assert fleet.wait_for_exit(0) == 128 + 9
+    assert fleet.hub.find_available_hosts_and_slots() == {}
+    assert any("no message for 3 s; its 1 rank is lost" in s.replace(")", "") for s in fleet.said)
+    agent.resume()
+    assert fleet.hub.wait_for(lambda hosts: "a" in hosts, SECONDS)
+    assert _gone(rank), "the slot was offered while its old process existed"
+
+
+def test_agent_without_driver_ends_its_ranks_and_exits_with_75(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, timeout=1)
+    fleet.agent("a")
+    fleet.start(0, "trap 'touch saved; exit 75' TERM; echo ready; while :; do sleep 0.05; done")
+    fleet.wait_for_output(0, "ready")
+    began = time.monotonic()
+    fleet.hub._call(time.sleep, 12)  # it serves no agent meanwhile
+    assert fleet.exit_code("a") == 75
+    assert 3 < time.monotonic() - began < 12
+    assert (tmp_path / "saved").exists()
+    stderr = fleet.agents["a"].stderr
+    assert stderr is not None and "has been away for 1 s" in stderr.read()
+
+
+@pytest.mark.filterwarnings("ignore:Exception in thread agents")
+def test_agents_move_to_a_driver_that_replaces_theirs(fleet: Fleet) -> None:
+    fleet.agent("a")
+    fleet.start(0, "echo $$; exec sleep 600")
+    rank = int(fleet.wait_for_output(0, "\n"))
+    first = fleet.hub
+    fleet.new_hub(["true"])
+    assert not fleet.hub.wait_for(lambda hosts: "a" in hosts, 0.5), "it left a driver that serves"
+    first._call(first._socket.close)
+    first._loop.call_soon_threadsafe(first._loop.stop)
+    assert fleet.hub.wait_for(lambda hosts: "a" in hosts, SECONDS)
+    assert _gone(rank), "the new driver does not know it"
+
+
+def test_all_agents_exit_with_the_code_of_the_job(fleet: Fleet) -> None:
+    fleet.agent("a")
+    fleet.agent("b")
+    fleet.start(0, "echo $$; exec sleep 600", host="b")
+    rank = int(fleet.wait_for_output(0, "\n"))
+    fleet.hub.finish(3)
+    assert [fleet.exit_code(host) for host in "ab"] == [3, 3]
+    assert _gone(rank)
+
+
+@pytest.mark.parametrize("target", ["hvdtrain-keeper", "hvdtrain-agent"])
+def test_signal_to_an_agent_reaches_the_driver_once(fleet: Fleet, target: str) -> None:
+    fleet.agent("a")
+    for _ in range(2):  # a batch system sends them in pairs
+        fleet.pid("a", target).send_signal(signal.SIGUSR1)
+    poll(lambda: bool(fleet.signals), SECONDS, "the signal")
+    time.sleep(0.2)
+    assert fleet.signals == [("a", signal.SIGUSR1)]
+
+
+def test_second_agent_of_a_host_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdtrain.agent.hub._SAME_HOST_SECONDS", 0.1)
+    fleet.agent("a")
+    argv = [sys.executable, "-m", "hvdtrain.cli", "agent", "--run", str(fleet.run)]
+    done = subprocess.run([*argv, "--host", "a"], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2
+    assert "a already has an agent; start one per host" in done.stderr
+    assert fleet.hub.find_available_hosts_and_slots() == {"a": 2}
+
+
+def test_agent_without_any_driver_ends_after_wait(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "hvdtrain.cli", "agent", "--run", str(tmp_path)]
+    done = subprocess.run([*argv, "--wait", "0.5"], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 1
+    assert "no driver" in done.stderr and "--wait" in done.stderr
+
+
+def test_late_agent_of_an_ended_launch_exits_with_the_code_of_the_job(tmp_path: Path) -> None:
+    content = DriverFile(["127.0.0.1"], 1, "", "slurm-7.0.0", exit_code=75)
+    driver_file.write(tmp_path, content)
+    argv = [sys.executable, "-m", "hvdtrain.cli", "agent", "--run", str(tmp_path)]
+
+    def exit_code(step: str) -> int:
+        env = os.environ | {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": step}
+        command = [*argv, "--wait", "0.5"]
+        return subprocess.run(command, capture_output=True, timeout=SECONDS, env=env).returncode
+
+    assert exit_code("0") == 75
+    assert exit_code("1") == 1, "another step waits for its own driver"
+
+
+def test_agent_imports_neither_torch_nor_horovod() -> None:
+    modules = "hvdtrain.cli, hvdtrain.commands.agent, hvdtrain.agent.agent, hvdtrain.agent.host"
+    heavy = ("torch", "horovod", "yaml", "numpy", "jsonargparse")
+    show = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done

@@ -27,7 +27,7 @@ from hvdtrain.agent import driver_file
 from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.agent.hub import Hub, Slot
 from hvdtrain.agent.protocol import rendezvous_secret
-from hvdtrain.elastic import interfaces
+from hvdtrain.runtime import interfaces
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.rendezvous import RANKS
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError

@@ -27,10 +27,10 @@ from hvdtrain.agent import driver_file
 from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.agent.hub import Hub, Slot
 from hvdtrain.agent.protocol import rendezvous_secret
-from hvdtrain.runtime import interfaces
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.rendezvous import RANKS
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
+from hvdtrain.runtime import interfaces
 from hvdtrain.runtime.environment import launched_local_rank, launched_rank, launched_size
 from hvdtrain.runtime.machine import addresses_by_interface
 from hvdtrain.runtime.signals import handle

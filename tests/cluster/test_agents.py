@@ -56,7 +56,7 @@ class AgentJob:
         return [json.loads(line) for line in whole.splitlines()]
 
     def wait_for_world(self, size: int, since: float = 0.0) -> None:
-        """Wait for a step of so many ranks that ended after a unix time."""
+        """Wait for a step of `size` ranks that ended after `since`, a unix time."""
 
         def trains() -> bool:
             line = (self.lines() or [{"world_size": 0, "time": 0.0}])[-1]

@@ -200,7 +200,8 @@ def test_nothing_outlives_a_rank(fleet: Fleet) -> None:
     fleet.start(1, "sleep 600 & echo $!; wait")
     assert fleet.wait_for_exit(0) == 0
     left = [int(pid) for pid in fleet.output[0, "stdout"].split()]
-    assert len(left) == 2 and all(_gone(pid) for pid in left)
+    assert len(left) == 2
+    poll(lambda: all(_gone(pid) for pid in left), SECONDS, f"the end of {left}")
     other = int(fleet.wait_for_output(1, "\n"))
     assert not _gone(other), "a process of another rank was killed"
 

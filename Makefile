@@ -55,8 +55,7 @@ WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/p
 
 # horovodrun's MPI options are Open MPI's.
 train: $(STAMPS)/horovod-$(GPU)
-	mpirun --version | grep -q 'Open MPI' && mpi='--mpi-args=--mca orte_tag_output 0' || mpi=--gloo; \
-	$(BIN)/horovodrun -np $(NP) "$$mpi" $(BIN)/python -m hvdtrain.train $(ARGS)
+	$(BIN)/horovodrun -np $(NP) "$$(mpirun --version | grep -q 'Open MPI' && echo '--mpi-args=--mca orte_tag_output 0' || echo --gloo)" $(BIN)/python -m hvdtrain.train $(ARGS)
 
 setup: $(STAMPS)/horovod-$(GPU)
 	@echo "hvdtrain: ready; now run: . $(VENV)/bin/activate"

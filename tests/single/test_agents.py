@@ -133,7 +133,8 @@ def _gone(pid: int) -> bool:
 
 def _forks(seconds: int = 600) -> str:
     """A script that leaves processes behind: a child, and one in a session of its own."""
-    return f"sleep {seconds} & echo $!; setsid sleep {seconds} & sleep 0.1; pgrep -n sleep; "
+    own_session = f"setsid sh -c 'echo $$; exec sleep {seconds}' & sleep 0.3; "
+    return f"sleep {seconds} & echo $!; {own_session}"
 
 
 def test_agent_starts_and_reports_processes_of_its_host(fleet: Fleet) -> None:

@@ -362,7 +362,8 @@ class Agent:
             if not pid:
                 return
             if (rank := ranks.get(pid)) is None:
-                continue  # left by a guard that was killed
+                self._kill_orphans()  # a process that a killed guard left has left its children
+                continue
             for stream in tuple(rank.open):
                 while stream in rank.open and self._read(rank, stream):
                     pass

@@ -362,7 +362,7 @@ class Agent:
             if not pid:
                 return
             if (rank := ranks.get(pid)) is None:
-                self._kill_orphans()  # what a killed guard left has ended, and leaves its children
+                self._kill_orphans()  # a process that a killed guard left has left its children
                 continue
             for stream in tuple(rank.open):
                 while stream in rank.open and self._read(rank, stream):

@@ -30,6 +30,7 @@ from hvdtrain.agent.protocol import rendezvous_secret
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.rendezvous import RANKS
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
+from hvdtrain.run_files.host_records import LAUNCH_VARIABLE
 from hvdtrain.runtime import interfaces
 from hvdtrain.runtime.environment import launched_local_rank, launched_rank, launched_size
 from hvdtrain.runtime.machine import addresses_by_interface
@@ -201,6 +202,7 @@ class AllocationDriver:
         code = self._wait_for_agents(hub, agent)
         if code is not None:
             return code
+        os.environ[LAUNCH_VARIABLE] = str(plan.run)  # the driver records what it shows about hosts
         rendezvous = RendezvousServer(0, rendezvous_secret(secret))
         driver = ElasticDriver(
             rendezvous, hub, plan.min_np, plan.max_np, timeout=max(1, round(plan.wait))

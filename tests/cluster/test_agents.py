@@ -127,6 +127,7 @@ def test_survivors_continue_after_a_rank_is_killed(job: AgentJob) -> None:
     job.wait_for_world(2, began)
     assert job.pause_since(began) < PAUSES["rank"]
     job.wait_for_world(3, began)
+    assert '"node2"' in (job.run / "hosts.json").read_text(), "no record of the host"
 
 
 def test_host_returns_after_its_agent_is_killed(job: AgentJob) -> None:

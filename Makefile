@@ -47,13 +47,15 @@ LOGS := build/tests
 # Three tests run at a time on two cores: they often wait.
 THREE := -n 3 --dist loadfile
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c $(VENV)/constraints.txt
+# Not $(shell ...): the recipe's PATH decides which mpirun this is.
+MPIRUN = $$($(BIN)/python -c 'from hvdtrain.launch.commands import mpirun; print(*mpirun($(1), []))')
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
 .PHONY: train test setup test-fast test-shared test-alone test-gloo test-mpi test-smoke test-newest-torch soak chaos plan-check exchange-check dev-bench recorded-runs images gpu-check gpu-kit docs docs-site lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
-# horovodrun's MPI options are Open MPI's.
+# horovodrun's MPI options are those of Open MPI.
 train: $(STAMPS)/horovod-$(GPU)
 	$(BIN)/horovodrun -np $(NP) "$$(mpirun --version | grep -q 'Open MPI' && echo '--mpi-args=--mca orte_tag_output 0' || echo --gloo)" $(BIN)/python -m hvdtrain.train $(ARGS)
 
@@ -86,11 +88,11 @@ test-fast: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no $(THREE) -m "not slow" tests/single
 
 test-gloo: LAUNCHER := $(BIN)/horovodrun -np 2 --gloo
-test-mpi: LAUNCHER = $(shell $(BIN)/python -c 'import shlex; from hvdtrain.launch.commands import mpirun; print(shlex.join(mpirun(2, [])))')
+test-mpi: LAUNCHER = $(call MPIRUN,2)
 test-mpi: export HOROVOD_MPI_RING_ALLREDUCE := 1
 test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	@mkdir -p $(LOGS)
-	timeout -k 30 300 $(LAUNCHER) .ci/as-rank $(LOGS)/$@ $(BIN)/python -m pytest -q --color=no tests/parallel \
+	launcher="$(LAUNCHER)" && timeout -k 30 300 $$launcher .ci/as-rank $(LOGS)/$@ $(BIN)/python -m pytest -q --color=no tests/parallel \
 	  || { code=$$?; tail -n 30 $(LOGS)/$@.rank-*.log; exit $$code; }
 
 test-smoke: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)

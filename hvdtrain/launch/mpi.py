@@ -21,8 +21,8 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hvdtrain.errors import UserError
 
@@ -65,8 +65,7 @@ BY_HAND = (
 )
 
 
-@dataclass(frozen=True)
-class MPI:
+class MPI(NamedTuple):
     """An MPI implementation: its name (a key of _TITLES) and its version, such as 4.1.4."""
 
     name: str

@@ -147,7 +147,8 @@ def forget_launcher(env: MutableMapping[str, str] = os.environ) -> None:
             "runtime.standalone: horovodrun starts the ranks of one run; start independent "
             "processes with another launcher, or without one"
         )
-    ours = {*_RANKS, *_SIZES, *_LOCAL_RANKS, *_LOCAL_SIZES, *_OF_TORCH}
+    # PMI_FD: an error must not end the other processes, see pmi.abort_job.
+    ours = {*_RANKS, *_SIZES, *_LOCAL_RANKS, *_LOCAL_SIZES, *_OF_TORCH, "PMI_FD"}
     for name in [n for n in env if n in ours or n.startswith("TORCHELASTIC_")]:
         del env[name]
 

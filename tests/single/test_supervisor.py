@@ -171,7 +171,6 @@ def test_elastic_horovodrun_gets_the_rank_limits_and_script() -> None:
         ("--hosts a:2 --max-np 0 -- --run.id x", "0 is not an integer >= 1"),
         ("--hosts a:2 --probe x -- --run.id x", "--probe x"),
         ("--hostfile no-such-file -- --run.id x", "no-such-file"),
-        ("-- --run.id x", "--hostfile"),
     ],
 )
 def test_mistake_is_named_before_anything_starts(

@@ -133,8 +133,8 @@ def _gone(pid: int) -> bool:
 
 def _forks(seconds: int = 600) -> str:
     """A script that leaves processes behind: a child, and one in a session of its own."""
-    own_session = f"setsid sh -c 'echo $$; exec sleep {seconds}' & sleep 0.3; "
-    return f"sleep {seconds} & echo $!; {own_session}"
+    detached = f"setsid sh -c 'echo $$; touch $0; exec sleep {seconds}' started.$$ &"
+    return f"sleep {seconds} & echo $!; {detached} until [ -e started.$$ ]; do sleep 0.02; done; "
 
 
 def test_agent_starts_and_reports_processes_of_its_host(fleet: Fleet) -> None:

@@ -14,6 +14,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.launch import mpi
 from hvdtrain.launch.mpi import MPI
 from hvdtrain.runtime import pmi
+from tests.support.runs import environment
 
 COMMAND = ["python", "-m", "hvdtrain.train"]
 OPEN_4 = MPI("openmpi", "4.1.4")
@@ -232,7 +233,9 @@ def test_ranks_are_started_with_the_installed_mpi() -> None:
         "os.write(1, f'rank {rank} {size} {local}\\n'.encode())"
     )
     argv = mpi.argv(mpi.of_launcher(), 3, [sys.executable, "-c", show])
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        argv, env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
     ranks = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     assert ranks == [f"rank {rank} 3 {rank} 3" for rank in range(3)], done
 
@@ -246,7 +249,9 @@ def test_rank_that_fails_before_mpi_has_started_ends_the_job() -> None:
         "time.sleep(60)\n"
     )
     argv = mpi.argv(mpi.of_launcher(), 2, [sys.executable, "-c", fail])
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=40, check=False)
+    done = subprocess.run(
+        argv, env=environment(), capture_output=True, text=True, timeout=40, check=False
+    )
     assert done.returncode == 3, done
 
 

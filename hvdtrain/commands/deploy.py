@@ -23,9 +23,9 @@ _TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("nodes", "ranks", "cpus", "gpus", "image", "gpu-image"),
     ),
     "kubernetes": (
-        "a Kustomize base with overlays: mpirun on CPUs or GPUs, elastic",
+        "an elastic Job with its volume and network policy, for kubectl apply -k",
         (
-            *("nodes", "ranks", "cpus", "gpus", "image", "gpu-image", "min-nodes", "max-nodes"),
+            *("nodes", "ranks", "cpus", "gpus", "image", "gpu-image", "min-nodes"),
             *("memory", "storage", "storage-class", "monitoring"),
         ),
     ),
@@ -81,7 +81,6 @@ def _options() -> dict[str, dict[str, Any]]:
         },
         "hosts": {"required": True, "metavar": "LIST", "help": "such as node1:8,node2:8"},
         "min-nodes": count | {"help": "minimum size of an elastic job (default: 1)"},
-        "max-nodes": count | {"help": "maximum size of an elastic job (default: --nodes)"},
         "memory": count | {"help": "memory per node in GiB (default: 16)"},
         "storage": count | {"help": "size of the volume for runs in GiB (default: 100)"},
         "storage-class": {

@@ -48,7 +48,6 @@ class Job:
         gpu_image: the same with CUDA
         hosts: hosts on which mpirun starts ranks
         min_nodes: an elastic job waits if it has fewer nodes
-        max_nodes: an elastic job uses no more nodes
         memory: memory per node, in GiB
         storage: size of the volume for runs, in GiB
         storage_class: class of the volume for runs; None: the cluster's default
@@ -75,7 +74,6 @@ class Job:
     gpu_image: str = "hvdtrain:cuda"
     hosts: tuple[Host, ...] = field(default=())
     min_nodes: int = 1
-    max_nodes: int | None = None
     memory: int = 16
     storage: int = 100
     storage_class: str | None = None
@@ -107,15 +105,8 @@ class Job:
                 f"--time {self.time} leaves less than a minute before the {self.grace} s of "
                 "--grace: give more time, or a shorter grace"
             )
-        if not self.min_nodes <= self.nodes <= self.most_nodes:
-            raise UserError(
-                f"--nodes {self.nodes} must lie between --min-nodes {self.min_nodes} and "
-                f"--max-nodes {self.most_nodes}"
-            )
-
-    @property
-    def most_nodes(self) -> int:
-        return self.nodes if self.max_nodes is None else self.max_nodes
+        if self.min_nodes > self.nodes:
+            raise UserError(f"--min-nodes {self.min_nodes} is more than --nodes {self.nodes}")
 
     @property
     def limit_seconds(self) -> int:
@@ -153,17 +144,11 @@ class Job:
 Files = dict[str, str]
 
 _KUBERNETES = (
-    "base/kustomization.yaml",
-    "base/runs.yaml",
-    "base/network.yaml",
-    "overlays/cpu/kustomization.yaml",
-    "overlays/cpu/mpijob.yaml",
-    "overlays/cpu/disruption.yaml",
-    "overlays/gpu/kustomization.yaml",
-    "overlays/gpu/gpus.yaml",
-    "overlays/elastic/kustomization.yaml",
-    "overlays/elastic/job.yaml",
-    "overlays/elastic/disruption.yaml",
+    "kustomization.yaml",
+    "runs.yaml",
+    "network.yaml",
+    "job.yaml",
+    "disruption.yaml",
     "monitoring/kustomization.yaml",
     "monitoring/podmonitor.yaml",
 )

@@ -21,7 +21,6 @@ from hvdtrain.commands import launch
 from hvdtrain.config import Config, parse
 from hvdtrain.deploy.job import TARGETS, Job
 from hvdtrain.elastic.command import training_command
-from hvdtrain.launch.hostfile import parse_hosts, total_slots
 from tests.support.runs import REPOSITORY
 
 KEYS = ["--config", "gpt-nano", "--train.steps", "30", "--data.train", "it's $HOME.txt"]
@@ -235,18 +234,16 @@ def test_compose_file_matches_the_repository_and_its_run_parses(
 ) -> None:
     ours = yaml.safe_load((REPOSITORY / "docker/compose.yaml").read_text())
     made = yaml.safe_load(written("compose", "--nodes", "3", "--ranks", "2").read_text())
-    assert made["volumes"] == {name: ours["volumes"][name] for name in ("ssh", "runs")}
-    assert made["services"].keys() == {"node1", "node2", "node3", "train"}
-    same = ("image", "init", "cap_drop", "security_opt", "volumes", "hostname", "healthcheck")
-    for name in ("node1", "node2", "train"):
+    assert made["volumes"] == {"runs": ours["volumes"]["runs"]}
+    assert made["services"].keys() == {"node1", "node2", "node3"}
+    same = ("image", "init", "restart", "cap_drop", "security_opt", "volumes", "hostname")
+    for name in ("node1", "node2"):
         theirs, own = ours["services"][name], made["services"][name]
         assert {key: own.get(key) for key in same} == {key: theirs.get(key) for key in same}
-    train = made["services"]["train"]
-    assert train["depends_on"].keys() == {"node1", "node2", "node3"}
-    words = [word.replace("$$", "$") for word in train["command"]]
+    words = [word.replace("$$", "$") for word in made["services"]["node3"]["command"]]
     assert KEYS[-1] in words
     args = launched(words)
-    assert total_slots(parse_hosts(args.hosts)) == 6 and args.probe == "tcp:2222"
+    assert args.slots == 2 and args.hosts is None
     assert (args.config.run.root, args.config.train.steps) == ("/runs", 30)
     gpus = yaml.safe_load(written("compose", "--gpus").read_text())["services"]["node1"]
     (device,) = gpus["deploy"]["resources"]["reservations"]["devices"]
@@ -267,7 +264,7 @@ def test_compose_file_matches_the_repository_and_its_run_parses(
         ("slurm --queue a;b", "--queue: 'a;b' is not a name or path without spaces"),
         ("slurm -- --run.id a$b", "run.id: 'a$b' is not a name or path without spaces"),
         ("slurm -- --train.step 3", "did you mean train.steps?"),
-        ("kubernetes --max-nodes 1", "--nodes 2 must lie between --min-nodes 1 and --max-nodes 1"),
+        ("kubernetes --min-nodes 3", "--min-nodes 3 is more than --nodes 2"),
         ("slurm --out /dev/null/x", "/dev/null/x cannot be written"),
     ],
 )

@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 DOCKER = REPOSITORY / "docker"
 COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
+NODES = ("node1", "node2")
 FILES = pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
 
 
@@ -64,6 +65,21 @@ def test_image_installs_horovod_build_dependencies(name: str) -> None:
     assert set(PROGRAMS.values()) | {"python3-dev"} <= installed
 
 
+def test_apptainer_definition_matches_the_dockerfile() -> None:
+    text = (DOCKER / "hvdtrain.def").read_text()
+    files = re.search(r"^%files\n((?: .+\n)+)", text, re.MULTILINE)
+    assert files is not None
+    pairs = [line.split() for line in files[1].splitlines()]
+    assert all(there == f"/src/{here}" for here, there in pairs)  # one file per line
+    assert {here for here, _ in pairs} == set(copied("Dockerfile"))
+    (base,) = [words[1] for words in instructions("Dockerfile") if words[0] == "ARG"][:1]
+    assert f"From: {base.removeprefix('BASE=')}\n" in text
+    for words in instructions("Dockerfile"):
+        if "apt-get" in words:
+            packages = words[words.index("--no-install-recommends") + 1 :]
+            assert set(packages[: packages.index("&&")]) <= set(re.findall(r"[\w+-]+", text))
+
+
 def test_python_packages_in_images_are_pinned() -> None:
     lines = (DOCKER / "requirements.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
@@ -98,19 +114,17 @@ def test_image_tags_are_pinned_to_versions() -> None:
     assert len(bases) == 3
     for image in [*bases, *(service["image"] for service in SERVICES.values())]:
         assert re.fullmatch(r"[\w./-]+:v?\d+(\.\d+)+[\w.-]*", image), image
-    ours = {SERVICES[name]["image"] for name in ("node1", "node2", "train")}
+    ours = {SERVICES[name]["image"] for name in NODES}
     assert ours == {f"hvdtrain:{hvdtrain.__version__}"}
 
 
 @FILES
-def test_image_runs_as_unprivileged_owner_of_ssh_volume(name: str) -> None:
+def test_image_runs_as_an_unprivileged_user(name: str) -> None:
     words = instructions(name)
     assert [line for line in words if line[0] == "USER"] == [["USER", "hvdtrain"]]
     (user,) = [line for line in words if "useradd" in line]
-    uid = user[user.index("--uid") + 1]
-    options = COMPOSE["volumes"]["ssh"]["driver_opts"]
-    assert options["type"] == "tmpfs"
-    assert f"uid={uid},gid={uid},mode=0700" == options["o"]
+    assert user[user.index("--uid") + 1] == "10000"  # of the pods, too
+    assert user[user.index("/runs") - 1] == "hvdtrain", "the owner of /runs"
 
 
 def test_services_run_with_least_privilege() -> None:
@@ -122,12 +136,9 @@ def test_services_run_with_least_privilege() -> None:
 
 
 @FILES
-def test_images_contain_no_ssh_keys(name: str) -> None:
+def test_images_contain_no_ssh_server(name: str) -> None:
     text = (DOCKER / name).read_text()
-    assert "ssh-keygen" not in text
-    # Debian's package creates host keys at installation: the same for all users of the image.
-    assert "/etc/ssh/ssh_host_*" in text
-    assert (DOCKER / "node/start").read_text().count("ssh-keygen") == 1
+    assert "ssh-keygen" not in text and "openssh-server" not in text
 
 
 def test_docker_directory_contains_no_secrets() -> None:
@@ -139,12 +150,9 @@ def test_docker_directory_contains_no_secrets() -> None:
 
 
 def test_long_running_services_have_health_checks() -> None:
-    lasting = SERVICES.keys() - {"train"}
+    lasting = SERVICES.keys() - set(NODES)
     assert {name for name in SERVICES if "healthcheck" in SERVICES[name]} == lasting
-    waits = {"train": {"node1", "node2"}, "grafana": {"prometheus"}}
-    for name, others in waits.items():
-        conditions = SERVICES[name]["depends_on"]
-        assert conditions == {other: {"condition": "service_healthy"} for other in others}
+    assert SERVICES["grafana"]["depends_on"] == {"prometheus": {"condition": "service_healthy"}}
 
 
 def test_mounted_paths_and_volumes_exist() -> None:
@@ -154,17 +162,13 @@ def test_mounted_paths_and_volumes_exist() -> None:
             assert where in COMPOSE["volumes"] or Path(where).exists(), f"{name}: {there}"
 
 
-def test_nodes_share_runs_and_ssh_keys_and_agree_on_ssh_port() -> None:
-    for name in ("node1", "node2", "train"):
-        assert mounts(name) == {"/home/hvdtrain/.ssh": "ssh", "/runs": "runs"}
+def test_nodes_share_runs_and_start_the_same_command() -> None:
+    for name in NODES:
+        assert mounts(name) == {"/runs": "runs"}
         assert SERVICES[name]["hostname"] == name  # a run's targets name it
-    assert "--run.root /runs" in SERVICES["train"]["command"]
-    ports = [re.search(r"^ *Port (\d+)", text, re.MULTILINE) for text in ssh_configurations()]
-    assert [port and port[1] for port in ports] == ["2222", "2222"]
-
-
-def ssh_configurations() -> list[str]:
-    return [(DOCKER / "node" / name).read_text() for name in ("sshd_config", "ssh_config")]
+        words = shlex.split(SERVICES[name]["command"])
+        assert words[:2] == ["hvdtrain", "launch"] and "--run.root /runs" in " ".join(words)
+    assert SERVICES["node1"]["command"] == SERVICES["node2"]["command"]
 
 
 def test_prometheus_reads_targets_from_runs_volume() -> None:
@@ -191,6 +195,5 @@ def test_grafana_opens_dashboard_and_queries_bundled_prometheus() -> None:
     assert url == "http://prometheus:9090"
 
 
-def test_docker_scripts_are_executable() -> None:
-    for name in ("node/start", "try-images"):
-        assert os.access(DOCKER / name, os.X_OK), name
+def test_docker_script_is_executable() -> None:
+    assert os.access(DOCKER / "try-images", os.X_OK)

@@ -33,7 +33,7 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def write_atomic(path: Path, content: bytes, shared: bool = False) -> None:
+def write_atomic(path: Path, content: bytes, shared: bool = False, mode: int = 0o666) -> None:
     """Replace a file: a reader sees the old content or the new content, never a mixture.
 
     Neither a link in place of `path` nor a temporary name that was created in advance redirects
@@ -42,6 +42,7 @@ def write_atomic(path: Path, content: bytes, shared: bool = False) -> None:
     Args:
         shared: other users may write to the directory. It must not be a link, and must belong to
             this user or to root, or have the sticky bit (like /tmp).
+        mode: permissions of the new file, before the umask.
 
     Raises:
         OSError: the old content is still there.
@@ -49,7 +50,7 @@ def write_atomic(path: Path, content: bytes, shared: bool = False) -> None:
     with opened_directory(path.parent, follow=not shared) as directory:
         temporary = f".{path.name}.{secrets.token_hex(8)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        handle = os.open(temporary, flags, 0o666, dir_fd=directory)
+        handle = os.open(temporary, flags, mode, dir_fd=directory)
         try:
             with open(handle, "wb") as file:
                 if shared:

@@ -15,14 +15,12 @@ from io import StringIO
 from typing import NoReturn
 
 from hvdtrain.config import Settings, parse
-from hvdtrain.errors import LauncherError, UserError, of_import
+from hvdtrain.errors import UserError, of_import
 from hvdtrain.runtime import lazy_dynamo, pmi
 from hvdtrain.runtime.environment import forget_launcher, launched_rank, process_start
 from hvdtrain.runtime.heartbeat import HEARTBEAT, Activity
 from hvdtrain.runtime.signals import StopFlag
-from hvdtrain.untrusted import printable_lines
-
-_LET_RANK_0_REPORT = 2.0
+from hvdtrain.runtime.user_errors import report
 
 
 def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
@@ -48,16 +46,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
         stop.ignore()
         return code
     except UserError as error:
-        if launched_rank() == 0:
-            print(f"hvdtrain: error: {printable_lines(str(error))}", file=sys.stderr, flush=True)
-        elif isinstance(error, LauncherError):
-            time.sleep(_LET_RANK_0_REPORT)  # then the launcher may end all processes
-        elif not stop.raised_by_launcher():
-            # Rank 0 reported nothing: the error exists only on this host.
-            where = f"rank {launched_rank()} on {socket.gethostname()}"
-            message = printable_lines(f"{where}: {error}")
-            print(f"hvdtrain: error: {message}", file=sys.stderr, flush=True)
-        return error.exit_code
+        return report(error, stop)
 
 
 def _load_run() -> Callable[[Settings, StopFlag, float], int]:

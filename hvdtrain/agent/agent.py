@@ -4,42 +4,79 @@
       agent  connects to the driver, and again if the connection breaks
         guard of each rank (guard.py)
           rank
+        driver that replaces another one
+      driver of the run, in the first task of `hvdtrain launch`
 
 Messages, each with a "type" (see protocol.py for how they are sent):
 
-    agent -> driver  register: agent, host, slots, version, facts, running {number: slot}, ended
-                     {number: exit code}; beat; output: number, stream, text; exit: number, code;
-                     signal: number
+    agent -> driver  register: agent, host, slots, version, clock, running {number: slot}, ended
+                     {number: exit code}, signal (that it has received), launch; beat; output:
+                     number, stream, text; exit: number, code; signal: number; leave
     driver -> agent  welcome: driver_timeout; refuse: reason, final; beat; start: number, slot,
-                     command, directory, environment; end: number; finish: code
+                     command, directory, environment; end: number; finish: code; turn: turn, holds
 
 The ranks run on while the driver is away. After `driver_timeout` seconds without it they are asked
-to end, and the agent exits with 75.
+to end. The agent then exits with 75, unless a driver that it cannot reach renews its token: the run
+continues elsewhere, and the agent waits for that driver or for the exit code of the run.
+
+An agent that horovodrun started knows the driver from its invitation (invitation.py), and ends its
+ranks when stdin ends. Other agents find the driver through the run directory. If it is away and
+does not renew its token there, an agent starts supervise/successor.py, which becomes the driver if
+it gets the token. The agents take turns, which the driver assigns (`turn`), so that not all of them
+read the token.
+
+A signal asks all ranks of the run to save and end, with one exception: SIGTERM to an agent that is
+not a task of a launcher, which would signal all tasks, means that its host leaves the run, as when
+a pod is evicted. Its ranks leave between two steps; then the agent exits with 75.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from hvdtrain.agent import driver_file, guard, protocol
-from hvdtrain.agent.host import facts
+from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.agent.protocol import Channel, Message
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
+from hvdtrain.run_files import owner_token
+from hvdtrain.run_files.owner_token import Token, moved
+from hvdtrain.runtime.environment import launched
 
 _CONNECT_SECONDS = 1.5  # to one address of the driver
 _REPLY_SECONDS = 5.0
-_RETRY_SECONDS = (0.05, 1.0)  # after a first failed attempt; longest pause
+_RETRY_SECONDS = (0.05, 0.5)  # after a first failed attempt; longest pause
 _LOOK_SECONDS = 0.25
+# Silence of the driver after which its token is watched; how long the token must be unchanged
+# before a successor starts, which then waits until the token is stale; the delay from one agent's
+# turn to the next one's; and the pause after a driver that was found to be alive.
+_QUIET_SECONDS = 0.75
+_UNCHANGED_SECONDS = 0.75
+_TURN_SECONDS = 0.5
+_AGAIN_SECONDS = 2.0
+# How much longer an agent waits whose host has no rank of the current generation: the others have
+# the state of the run, and may be cut off from this host.
+_WITHOUT_STATE_SECONDS = 8.0
+_SUCCESSOR_END_SECONDS = 12.0
+# On a host without ranks, a connection must last this long before the time without a driver counts
+# from zero again: a driver may end as soon as it finds that it cannot reach any rank.
+_SETTLED_SECONDS = 5.0
+_RENEWED_SECONDS = 2.0  # a driver renews its token more often
+# A signal that arrives while no driver responds waits for the next one, which lets the ranks save.
+_SIGNAL_SECONDS = 10.0
 # A batch system sends signals in pairs, and to the keeper as well as to the agent.
 _PAIR_SECONDS = 1.0
 _END_SECONDS = guard.GRACE_SECONDS + 3.0
@@ -53,6 +90,7 @@ _OF_THE_TASK = (
     *("SLURM_TASKS_PER_NODE", "SLURM_GTIDS", "SLURM_TASK_PID", "PBS_TASKNUM"),
 )
 _STREAMS = ("stdout", "stderr")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -60,16 +98,29 @@ class AgentSettings:
     """Settings of an agent.
 
     Args:
-        run: the run directory, in which the driver's file is.
+        run: the run directory, in which the driver's file is; None: `driver` is known.
         host: name of this host; unique in the job.
         slots: most ranks on this host.
         wait: seconds to wait for the first driver.
+        environment: of the ranks.
+        driver: the only driver.
+        launch: see `Invitation`.
+        attached: end when stdin ends.
     """
 
-    run: Path
+    run: Path | None
     host: str
     slots: int
     wait: float
+    environment: Mapping[str, str] = field(repr=False)
+    driver: DriverFile | None = None
+    launch: str = ""
+    attached: bool = False
+
+
+def environment_of_ranks(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment of a launcher's task without the variables of the task itself."""
+    return {name: value for name, value in env.items() if not name.startswith(_OF_THE_TASK)}
 
 
 # --- output of a rank -------------------------------------------------------------------------
@@ -115,10 +166,10 @@ class _Rank:
 class Agent:
     """One agent; see the top of this file."""
 
-    def __init__(self, settings: AgentSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: AgentSettings, first_driver: int | None = None) -> None:
+        """`first_driver`: pid of the driver that the task of this agent has forked."""
+        self._settings, self._first_driver = settings, first_driver
         self._id = secrets.token_hex(8)
-        self._facts = facts()
         self._ranks: dict[int, _Rank] = {}
         self._ended: dict[int, int] = {}  # number -> exit code, of all ranks that have ended
         self._channel: Channel | None = None
@@ -128,8 +179,16 @@ class Agent:
         self._timeout = settings.wait
         self._ever = False  # a driver has accepted this agent
         self._away = self._silent = 0.0  # seconds without a driver; since its last message
-        self._signalled: float | None = None
+        self._connected = 0.0  # seconds since the driver accepted this agent
+        self._signalled: float | None = None  # time of the first signal
+        self._signal = 0  # the last one
+        self._turn: int | None = None  # to replace the driver; None: it cannot be replaced
+        self._holds: set[int] | None = None  # own ranks with the run's state; None: there is none
+        self._giving_up: asyncio.Task[None] | None = None
+        self._leaving = False
         self._finishing: asyncio.Task[None] | None = None
+        self._driver: DriverFile | None = None  # of the last connection
+        self._successor: int | None = None  # pid of a driver that this agent started
         self._code: asyncio.Future[int]
 
     async def run(self) -> int:
@@ -138,9 +197,15 @@ class Agent:
         self._code = loop.create_future()
         guard.adopt_orphans()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in guard.SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        tasks = [asyncio.create_task(work()) for work in (self._serve_drivers, self._watch)]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, guard.SIGNALS)
+        works: list[Coroutine[Any, Any, None]] = [self._serve_drivers(), self._watch()]
+        if (path := self._settings.run) is not None:
+            works += [self._leave_silent_drivers(path), self._replace_drivers(path)]
+        if self._settings.attached:
+            loop.add_reader(0, self._on_input)
+        tasks = [asyncio.create_task(work) for work in works]
         for task in tasks:
             task.add_done_callback(self._on_task_end)
         try:
@@ -172,10 +237,16 @@ class Agent:
             self._channel = None
             channel.abort()
 
+    async def _read_driver(self) -> DriverFile | None:
+        """Return where the driver is; raises as `driver_file.read`."""
+        if self._settings.run is None:
+            return self._settings.driver
+        return await _aside(driver_file.read, self._settings.run)
+
     async def _find_driver(self) -> Channel | None:
         """Return a connection to a driver that has accepted this agent, or None."""
         try:
-            driver = driver_file.read(self._settings.run)
+            driver = await self._read_driver()
         except OSError:
             return None
         if driver is None:
@@ -184,15 +255,15 @@ class Agent:
         if own_launch and driver.launch and driver.launch != own_launch:
             return None  # of an earlier launch; this one's driver has not written it yet
         if driver.exit_code is not None:
-            if own_launch and driver.launch == own_launch:
+            if self._ever or (own_launch and driver.launch == own_launch):
                 self._finish(driver.exit_code)
             return None
         for address in driver.addresses:
             with suppress(OSError):
-                channel = await protocol.connect(address, driver.port, driver.key, _CONNECT_SECONDS)
+                channel = await self._connect(driver, address)
                 try:
                     if await self._register(channel):
-                        self._secret = driver.key
+                        self._secret, self._driver = driver.key, driver
                         return channel
                 except OSError:
                     channel.abort()
@@ -200,6 +271,29 @@ class Agent:
                 channel.close()
                 return None
         return None
+
+    async def _connect(self, driver: DriverFile, address: str) -> Channel:
+        """Connect to the driver; raise OSError also as soon as another driver replaces it."""
+        attempt = asyncio.ensure_future(
+            protocol.connect(address, driver.port, driver.key, _CONNECT_SECONDS, driver.certificate)
+        )
+        replaced = asyncio.ensure_future(self._replaced(driver))
+        try:
+            await asyncio.wait({attempt, replaced}, return_when=asyncio.FIRST_COMPLETED)
+            if not attempt.done():
+                raise ConnectionAbortedError("another driver has replaced it")
+        finally:
+            attempt.cancel()
+            replaced.cancel()
+        return attempt.result()
+
+    async def _replaced(self, driver: DriverFile) -> None:
+        """Wait until the driver's file names another driver."""
+        found: DriverFile | None = driver
+        while found == driver:
+            await asyncio.sleep(_LOOK_SECONDS)
+            with suppress(OSError, UserError):
+                found = await self._read_driver()
 
     async def _register(self, channel: Channel) -> bool:
         import hvdtrain
@@ -211,9 +305,11 @@ class Agent:
                 "host": self._settings.host,
                 "slots": self._settings.slots,
                 "version": hvdtrain.__version__,
-                "facts": self._facts | {"clock": time.time()},
+                "clock": time.time(),
                 "running": {str(rank.number): rank.slot for rank in self._ranks.values()},
                 "ended": {str(number): code for number, code in self._ended.items()},
+                "signal": self._signal,
+                "launch": self._settings.launch,
             }
         )
         try:
@@ -231,8 +327,12 @@ class Agent:
 
     async def _obey(self, channel: Channel) -> None:
         """Do what the driver asks until the connection breaks."""
-        self._channel, self._ever, self._away, self._silent = channel, True, 0.0, 0.0
+        self._channel, self._ever, self._silent, self._connected = channel, True, 0.0, 0.0
+        if self._ranks:
+            self._away = 0.0
         self._send_kept()
+        if self._leaving:
+            self._send({"type": "leave"})
         while True:
             message = await channel.receive()
             self._silent = 0.0
@@ -243,6 +343,10 @@ class Agent:
                     self._end(int(message["number"]))
                 case "finish":
                     self._finish(int(message["code"]))
+                case "turn":
+                    turn, holds = message["turn"], message["holds"]
+                    self._turn = None if turn is None else int(turn)
+                    self._holds = None if holds is None else {int(number) for number in holds}
 
     async def _watch(self) -> None:
         """Beat, and measure for how long the driver has been silent or away."""
@@ -254,23 +358,123 @@ class Agent:
             seen = time.monotonic()
             self._send({"type": "beat"})
             self._send_kept()
+            if self._leaving and not self._ranks:
+                self._finish(EXIT_PREEMPTED)
             if self._channel is not None:
+                self._connected += passed
+                if self._connected > _SETTLED_SECONDS:
+                    self._away = 0.0
                 self._silent += passed
                 if self._silent > protocol.SILENT_SECONDS:
                     self._channel.abort()
                 continue
             self._away += passed
-            if self._away > self._timeout and self._finishing is None:
-                self._give_up()
+            if self._signalled is not None and self._channel is None:
+                waited = time.monotonic() - self._signalled
+                if waited > _SIGNAL_SECONDS and self._away > _SIGNAL_SECONDS:
+                    self._finish(EXIT_PREEMPTED)
+            if self._away > self._timeout and self._giving_up is None:
+                self._giving_up = asyncio.create_task(self._give_up())
 
-    def _give_up(self) -> None:
-        run, seconds = self._settings.run, f"{self._timeout:.0f} s"
+    # Another driver.
+
+    def _alone(self) -> bool:
+        """Whether a driver that had accepted this agent does not respond now."""
+        silent = self._channel is None or self._silent > _QUIET_SECONDS
+        return silent and self._ever and self._finishing is None and self._successor is None
+
+    async def _replace_drivers(self, run: Path) -> None:
+        """Start another driver when this agent's driver is gone."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            if not self._alone():
+                continue
+            try:
+                gone = await asyncio.wait_for(self._driver_is_gone(run), 2 * self._timeout)
+            except (OSError, UserError, asyncio.TimeoutError):
+                gone = None
+            if gone is not None and self._alone():
+                _say("the driver does not respond: this host tries to replace it")
+                self._successor = _start_successor(run, *gone)
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _driver_is_gone(self, run: Path) -> tuple[Token, float] | None:
+        """Wait for this agent's turn; return the unchanged token and since when, or None.
+
+        Raises:
+            OSError: the run directory cannot be read.
+        """
+        if self._turn is None:
+            return None
+        delay = _TURN_SECONDS * self._turn
+        if self._holds is not None and not self._ranks.keys() & self._holds:
+            delay += _WITHOUT_STATE_SECONDS
+        deadline = time.monotonic() + delay
+        while time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_SECONDS)
+            if not self._alone():
+                return None
+        known, since = await self._token(run), owner_token.now()
+        while owner_token.now() - since < _UNCHANGED_SECONDS:
+            await asyncio.sleep(_LOOK_SECONDS)
+            token = await self._token(run)
+            if token is None or token.ended or token != known or not self._alone():
+                return None
+        assert known is not None
+        found = await _aside(driver_file.read, run)
+        return None if found is not None and found.exit_code is not None else (known, since)
+
+    async def _token(self, run: Path) -> Token | None:
+        return await _aside(owner_token.read, run / f"{owner_token.LAUNCH}owner")
+
+    async def _leave_silent_drivers(self, run: Path) -> None:
+        """Close the connection to a silent driver as soon as another one has replaced it."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            channel, driver = self._channel, self._driver
+            if channel is None or driver is None or self._silent <= _QUIET_SECONDS:
+                continue
+            with suppress(OSError, UserError):
+                found = await _aside(driver_file.read, run)
+                if found is not None and found.exit_code is None and found.port != driver.port:
+                    channel.abort()
+
+    async def _give_up(self) -> None:
+        """End this host's ranks, and this agent unless a driver that it cannot reach is alive."""
+        driver, run, seconds = self._settings.driver, self._settings.run, f"{self._timeout:.0f} s"
         if not self._ever:
-            _say(f"error: no driver of {run} was found for {seconds} (--wait)")
+            if driver is not None:
+                places = f"{' or '.join(driver.addresses)}, port {driver.port}"
+                _say(f"error: horovodrun was not reached for {seconds} at {places}")
+            else:
+                _say(f"error: no driver of {self._settings.run} was found for {seconds} (--wait)")
             self._finish(EXIT_CRASH)
             return
-        _say(f"the driver of {run} has been away for {seconds}: the ranks of this host end")
-        self._finish(EXIT_PREEMPTED)
+        if self._ranks:
+            whose = "horovodrun" if driver else f"the driver of {run}"
+            _say(f"{whose} has been away for {seconds}: the ranks of this host end")
+        for number in tuple(self._ranks):
+            self._end(number)
+        alive = False
+        if run is not None:
+            with suppress(OSError, asyncio.TimeoutError):
+                alive = await asyncio.wait_for(self._driver_is_elsewhere(run), self._timeout)
+        if alive:
+            _say(f"{run} continues on other hosts, which this host cannot reach")
+            self._away, self._giving_up = 0.0, None
+        elif self._channel is None:
+            self._finish(EXIT_PREEMPTED)
+
+    async def _driver_is_elsewhere(self, run: Path) -> bool:
+        """Whether a driver renews its token for longer than one that finds no ranks and ends."""
+        token = await self._token(run)
+        deadline = time.monotonic() + _SETTLED_SECONDS
+        while token is not None and time.monotonic() < deadline:
+            await asyncio.sleep(_RENEWED_SECONDS)
+            before, token = token, await self._token(run)
+            if not moved(before, token):
+                return False
+        return token is not None
 
     def _send(self, message: Message) -> bool:
         """Send a message if there is a driver."""
@@ -288,9 +492,7 @@ class Agent:
         if self._finishing is not None:
             self._report_exit(number, 128 + signal.SIGTERM)
             return
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_TASK)
-        }
+        environment = dict(self._settings.environment)
         environment |= {str(name): str(value) for name, value in message["environment"].items()}
         environment["HOROVOD_RENDEZVOUS_SECRET"] = protocol.rendezvous_secret(self._secret)
         command = [str(word) for word in message["command"]]
@@ -361,6 +563,8 @@ class Agent:
                 return
             if not pid:
                 return
+            if pid == self._successor:
+                self._successor = None
             if (rank := ranks.get(pid)) is None:
                 self._kill_orphans()  # a process that a killed guard left has left its children
                 continue
@@ -379,9 +583,12 @@ class Agent:
                 self._report_exit(rank.number, os.WEXITSTATUS(status))
 
     def _kill_orphans(self) -> None:
-        """Kill what a rank has left whose guard was killed: only guards are children otherwise."""
+        """Kill what a rank has left whose guard was killed.
+
+        Otherwise only guards and a driver are children.
+        """
         guards = {rank.guard.pid for rank in self._ranks.values()}
-        for child in set(guard.children()) - guards:
+        for child in set(guard.children()) - guards - {self._successor}:
             with suppress(OSError):
                 os.kill(child, signal.SIGKILL)
 
@@ -391,6 +598,15 @@ class Agent:
 
     # Signals and the end.
 
+    def _on_input(self) -> None:
+        try:
+            ended = not os.read(0, _READ_BYTES)
+        except OSError:
+            ended = True
+        if ended:
+            asyncio.get_running_loop().remove_reader(0)
+            self._finish(EXIT_PREEMPTED)
+
     def _on_signal(self, number: int) -> None:
         now = time.monotonic()
         again = self._signalled is not None and now - self._signalled > _PAIR_SECONDS
@@ -398,8 +614,27 @@ class Agent:
             self._signalled = now
         elif not again:
             return
-        if not self._send({"type": "signal", "number": number}):
+        if number == signal.SIGTERM and not again and self._may_leave():
+            self._leaving = True
+            self._send({"type": "leave"})
+            return
+        self._signal = number
+        if not self._leaving and self._send({"type": "signal", "number": number}):
+            return
+        if (
+            self._leaving
+            or again
+            or number == signal.SIGINT
+            or not self._ever
+            or self._turn is None
+        ):
             self._finish(EXIT_PREEMPTED)
+
+    def _may_leave(self) -> bool:
+        """Whether a driver on another host can continue the run without this host."""
+        here = self._first_driver is not None and os.path.exists(f"/proc/{self._first_driver}")
+        elsewhere = self._channel is not None and self._successor is None and not here
+        return elsewhere and not self._settings.attached and not launched()
 
     def _finish(self, code: int) -> None:
         """End all ranks, then this agent with an exit code."""
@@ -412,8 +647,50 @@ class Agent:
         deadline = time.monotonic() + _END_SECONDS
         while self._ranks and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+        if self._successor is not None:
+            if self._channel is None:  # it does not drive this agent, so it has no job
+                with suppress(OSError):
+                    os.kill(self._successor, signal.SIGKILL)
+            else:
+                self._channel.close()  # it waits for this
+            deadline = time.monotonic() + _SUCCESSOR_END_SECONDS
+            while self._successor is not None and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
         if not self._code.done():
             self._code.set_result(code)
+
+
+async def _aside(function: Callable[..., _T], *arguments: object) -> _T:
+    """Call a function that reads a disk in a thread, which a disk without response blocks.
+
+    The thread ends with the call: ranks are forked from a process with one thread.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[_T] = loop.create_future()
+
+    def settle(set_result: Callable[[Any], None], value: object) -> None:
+        if not result.done():
+            set_result(value)
+
+    def run() -> None:
+        done: tuple[Callable[[Any], None], object]
+        try:
+            done = (result.set_result, function(*arguments))
+        except Exception as error:
+            done = (result.set_exception, error)
+        with suppress(RuntimeError):  # the agent has ended
+            loop.call_soon_threadsafe(settle, *done)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await result
+
+
+def _start_successor(run: Path, token: Token, since: float) -> int:
+    """Start another driver; return its pid."""
+    program = [sys.executable, "-m", "hvdtrain.supervise.successor"]
+    argv = [*program, str(run), json.dumps(asdict(token)), str(since)]
+    no_input = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
+    return os.posix_spawn(sys.executable, argv, os.environ, file_actions=no_input)
 
 
 # --- keeper -----------------------------------------------------------------------------------
@@ -422,39 +699,84 @@ _KEPT_SECONDS = 10.0  # an agent that lived so long was not killed by what kills
 _MOST_DEATHS = 5  # of agents that did not, in a row
 _ORPHAN_SECONDS = 8.0
 _SPARED_SECONDS = 1.0  # for guards, which end their ranks
+_LAST_SECONDS = 2  # for an agent to end after the end of a driver that has ended the job
+_DRIVER_END_SECONDS = 15.0  # it may still write output
+DRIVER_NAME = "hvdtrain-driver"  # in ps; has at most 15 characters
 
 
-def keep(settings: AgentSettings) -> int:
+def keep(settings: AgentSettings, driver: int | None = None) -> int:
     """Run an agent, and another one if it is killed; return the exit code.
+
+    Args:
+        driver: pid of the run's driver if this process has forked it.
 
     Raises:
         UserError: the driver refuses the agent, or its file cannot be trusted.
     """
     guard.adopt_orphans()
     guard.set_name("hvdtrain-keeper")
-    deaths = 0
+    first_driver, deaths = _FirstDriver(driver), 0
     while True:
         began = time.monotonic()
-        status = _run_one(settings)
+        status = _run_one(settings, first_driver)
         if not os.WIFSIGNALED(status):
+            _end_drivers()
             return os.WEXITSTATUS(status)
-        guard.end_children(_ORPHAN_SECONDS, _SPARED_SECONDS)
+        for child in guard.end_children(_ORPHAN_SECONDS, _SPARED_SECONDS, DRIVER_NAME).items():
+            first_driver.ended(*child)
+        if first_driver.result is not None:
+            return first_driver.result
         deaths = 1 if time.monotonic() - began > _KEPT_SECONDS else deaths + 1
         number = os.WTERMSIG(status)
         if deaths >= _MOST_DEATHS:
             _say(f"error: the agent was ended by signal {number} {deaths} times in a row")
+            _end_drivers()
             return 128 + number
         _say(f"the agent was ended by signal {number}; another one starts")
 
 
-def _run_one(settings: AgentSettings) -> int:
+class _FirstDriver:
+    """The driver in the first task of a launch, which is a child of the keeper.
+
+    Attributes:
+        pid: its pid, or None.
+        result: its exit code, if that is the run's. If it was killed, or has stepped down (75),
+            another driver continues the run.
+    """
+
+    def __init__(self, pid: int | None) -> None:
+        self.pid = pid
+        self.result: int | None = None
+
+    def ended(self, pid: int, status: int) -> None:
+        """Note the end of a child of the keeper."""
+        if pid == self.pid and os.WIFEXITED(status) and os.WEXITSTATUS(status) != EXIT_PREEMPTED:
+            self.result = os.WEXITSTATUS(status)
+
+
+def _end_drivers() -> None:
+    """Wait for a driver on this host, which ends with its job; end it if it does not."""
+    began = time.monotonic()
+    while drivers := [pid for pid, name in guard.children().items() if name == DRIVER_NAME]:
+        late = time.monotonic() - began
+        for pid in drivers:
+            with suppress(OSError):
+                if late > _DRIVER_END_SECONDS:
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.02)
+
+
+def _run_one(settings: AgentSettings, driver: _FirstDriver) -> int:
     """Return the status of an agent, as of waitpid; pass signals on to it."""
-    agent = os.fork()
+    signal.pthread_sigmask(signal.SIG_BLOCK, guard.SIGNALS)  # until each has its own handlers
+    keeper, agent = os.getpid(), os.fork()
     if agent == 0:
         code = EXIT_CRASH
         try:
             guard.set_name("hvdtrain-agent")
-            code = _run_agent(settings)
+            guard.end_with(keeper)
+            code = _run_agent(settings, driver.pid)
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
@@ -463,19 +785,24 @@ def _run_one(settings: AgentSettings) -> int:
 
     def pass_on(number: int, _: object) -> None:
         with suppress(OSError):
-            os.kill(agent, number)
+            os.kill(agent, signal.SIGKILL if number == signal.SIGALRM else number)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (*guard.SIGNALS, signal.SIGALRM):
         signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, guard.SIGNALS)
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == agent:
+            signal.alarm(0)
             return status
+        driver.ended(pid, status)
+        if driver.result is not None:
+            signal.alarm(_LAST_SECONDS)  # the driver has asked all agents to end, if it had any
 
 
-def _run_agent(settings: AgentSettings) -> int:
+def _run_agent(settings: AgentSettings, first_driver: int | None) -> int:
     try:
-        return asyncio.run(Agent(settings).run())
+        return asyncio.run(Agent(settings, first_driver).run())
     except UserError as error:
         _say(f"error: {error}")
         return error.exit_code

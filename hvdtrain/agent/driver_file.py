@@ -1,26 +1,33 @@
 """RUN/.driver.json: where the driver of a run is, and the job's secret.
 
+RUN/.driver-state.json: what the next driver must know of the job (elastic/job_record.py).
+
 All hosts see the run directory, so agents find the driver whatever started them, and also a driver
 that replaces another one. Whoever can write this file could start programs on all hosts, so an
-agent trusts only a file of its own user that no other user can read or write.
+agent trusts only files of its own user that no other user can read or write.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.errors import UserError
+from hvdtrain.files import write_atomic
 from hvdtrain.untrusted import checked, parse_json
 
 NAME = ".driver.json"
+STATE_NAME = ".driver-state.json"
 _BYTES = 8192  # constant size, written in place: other hosts see the new content at once
 _SECRET_BYTES = 32
+_STATE_BYTES = 64 << 20  # of any job
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,9 @@ class DriverFile:
         secret: the job's secret, in hex.
         launch: identity of the launch (`launch_identity`), or "".
         exit_code: of the job, if it has ended.
+        rendezvous: port of the driver for ranks; 0: not open yet.
+        certificate: of the driver's TLS (PEM); "": no TLS.
+        command: SHA-256 of the ranks' command (`command_digest`).
     """
 
     addresses: list[str]
@@ -40,6 +50,9 @@ class DriverFile:
     secret: str = field(repr=False)
     launch: str = ""
     exit_code: int | None = None
+    rendezvous: int = 0
+    certificate: str = ""
+    command: str = ""
 
     @property
     def key(self) -> bytes:
@@ -48,6 +61,11 @@ class DriverFile:
 
 def new_secret() -> str:
     return secrets.token_hex(_SECRET_BYTES)
+
+
+def command_digest(argv: Sequence[str]) -> str:
+    """Return what distinguishes the command of the ranks from others, in hex."""
+    return hashlib.sha256(json.dumps(list(argv)).encode()).hexdigest()
 
 
 def write(run: Path, content: DriverFile) -> None:
@@ -76,25 +94,58 @@ def read(run: Path) -> DriverFile | None:
         UserError: the file must not be trusted.
         OSError: it cannot be read.
     """
-    path = run / NAME
+    content = _read_private(run / NAME, _BYTES)
+    try:
+        driver = checked(DriverFile, parse_json(content or b""))
+        bytes.fromhex(driver.secret)
+        return driver
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def write_state(run: Path, state: Mapping[str, Any]) -> None:
+    """Replace the state of the job; only the owner of the driver token may call this.
+
+    Raises:
+        OSError: it cannot be written; the old state is still there.
+    """
+    content = json.dumps(state, separators=(",", ":")).encode()
+    write_atomic(run / STATE_NAME, content, mode=0o600)
+
+
+def remove_state(run: Path) -> None:
+    """Remove the state: no other driver can replace this one."""
+    (run / STATE_NAME).unlink(missing_ok=True)
+
+
+def read_state(run: Path) -> dict[str, Any] | None:
+    """Return the state of the job; None if there is none.
+
+    Raises:
+        UserError: the file must not be trusted.
+        OSError: it cannot be read.
+    """
+    content = _read_private(run / STATE_NAME, _STATE_BYTES)
+    try:
+        found = parse_json(content or b"")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _read_private(path: Path, limit: int) -> bytes | None:
+    """Return the first `limit` bytes of a file that only this user can access; None: no file."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    try:
+    with open(handle, "rb") as file:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise UserError(f"{path} does not belong to this user: remove it")
         if stat.S_IMODE(found.st_mode) & 0o077:
             raise UserError(f"{path} is accessible to other users: its mode must be 0600")
-        content = parse_json(os.pread(handle, _BYTES, 0))
-        driver = checked(DriverFile, content)
-        bytes.fromhex(driver.secret)
-        return driver
-    except (ValueError, TypeError, AttributeError):
-        return None
-    finally:
-        os.close(handle)
+        return file.read(limit)
 
 
 def launch_identity(env: Mapping[str, str] = os.environ) -> str:

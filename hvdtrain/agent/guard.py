@@ -25,6 +25,8 @@ from typing import NamedTuple, NoReturn
 
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 END = b"e"
+# By which a batch system or a user asks a task to end.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _KILL_SECONDS = 2.0  # waited for processes that the kernel cannot end now
 _SET_DEATH_SIGNAL, _SET_NAME, _SET_SUBREAPER = 1, 15, 36  # of prctl(2)
 _NOT_STARTED = 127
@@ -53,6 +55,14 @@ def set_name(name: str) -> None:
     """Set the name of this process in ps and top."""
     if _prctl is not None:
         _prctl(_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def end_with(parent: int) -> None:
+    """End this process, by SIGKILL, when its parent ends."""
+    if _prctl is not None:
+        _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def adopt_orphans() -> None:
@@ -137,10 +147,7 @@ def _start_rank(stdout: int, stderr: int, program: Program) -> int:
         return rank
     try:
         os.setsid()
-        if _prctl is not None:
-            _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != guard:
-            os._exit(1)
+        end_with(guard)
         signal.set_wakeup_fd(-1)
         # Ignored signals stay ignored in the program; Python ignores the last two.
         for number in (signal.SIGCHLD, *_ASKING, signal.SIGPIPE, signal.SIGXFSZ):
@@ -200,32 +207,42 @@ def _end_the_rest(rank: int) -> None:
     end_children(_KILL_SECONDS)
 
 
-def end_children(seconds: float, spared_seconds: float = 0.0) -> None:
+def end_children(seconds: float, spared_seconds: float = 0.0, spared: str = "") -> dict[int, int]:
     """Kill all children of this process, and what they leave to it, within `seconds`.
 
     Args:
         spared_seconds: how long they may take to end by themselves.
+        spared: name of children that are left alone.
+
+    Returns:
+        The pid and the status, as of waitpid, of each child that has ended.
     """
-    began = time.monotonic()
+    began, ended = time.monotonic(), dict[int, int]()
     while time.monotonic() - began < seconds:
         time.sleep(0.001)  # the kernel needs a moment for what was killed
         try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                ended.update([found])
         except ChildProcessError:
-            return
-        if time.monotonic() - began >= spared_seconds:
-            for child in children():
+            break
+        late = time.monotonic() - began >= spared_seconds
+        if late or spared:
+            left = [pid for pid, name in children().items() if name != spared]
+            if not left:
+                break
+            for pid in left if late else ():
                 with suppress(OSError):
-                    os.kill(child, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
+    return ended
 
 
-def children() -> list[int]:
-    """Return the children of this process, also those that have ended."""
-    own, found = str(os.getpid()).encode(), []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with suppress(OSError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
-                if file.read().rpartition(b")")[2].split()[1] == own:
-                    found.append(int(name))
+def children() -> dict[int, str]:
+    """Return pid -> name of the children of this process, also of those that have ended."""
+    own, found = str(os.getpid()).encode(), dict[int, str]()
+    for pid in os.listdir("/proc"):
+        if pid.isdecimal():
+            with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+                before, _, after = file.read().rpartition(b")")
+                if after.split()[1] == own:
+                    found[int(pid)] = before.partition(b"(")[2].decode(errors="replace")
     return found

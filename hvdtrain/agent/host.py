@@ -1,4 +1,4 @@
-"""Facts about this host, and how many ranks it takes by default."""
+"""How many ranks this host takes by default."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from hvdtrain.runtime.machine import cores, free_memory
+from hvdtrain.runtime.machine import cores
 
 _NVIDIA = "proc/driver/nvidia/gpus"
 _AMD = "sys/class/kfd/kfd/topology/nodes"
-
-
-def facts() -> dict[str, Any]:
-    """Return cores, bytes of memory, and GPUs that a process of this agent may use."""
-    return {"cores": cores(), "memory": free_memory(), "gpus": gpus()}
 
 
 def gpus(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:

@@ -6,6 +6,13 @@ end processes (`start`, `end`, `end_all`, as elastic.driver.Starter). One thread
 An agent whose connection breaks usually returns at once, with the same processes. If it does not
 within RETURN_SECONDS, or another agent registers for its host, its processes are lost and the host
 is not available. Processes of an agent that returns later are ended before its slots are used.
+
+The hub of horovodrun starts agents itself (`start_agents_with`): a process on a host without an
+agent waits for one. The end of what started the agent (ssh) ends its processes.
+
+The hub of a driver that replaces another one expects the agents of the job with their processes
+(`adopt`), and gives up those that do not register (`give_up_missing`). `set_order` sends the agents
+when each of them may replace this driver.
 """
 
 from __future__ import annotations
@@ -13,12 +20,14 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import hvdtrain
 from hvdtrain.agent import protocol
@@ -26,13 +35,18 @@ from hvdtrain.agent.protocol import Channel, Message
 from hvdtrain.untrusted import checked, printable
 
 RETURN_SECONDS = 0.5
+# The same for an agent that the hub has started: its end is noticed before.
+_STARTED_RETURN_SECONDS = 5.0
 # Longer than the silence after which the connection of a host that was switched off is given up.
 _SAME_HOST_SECONDS = 2 * protocol.SILENT_SECONDS
 _LOOK_SECONDS = 0.25
+_QUIET_SECONDS = 1.0  # longer than between two beats of an agent
 _FINISH_SECONDS = 10.0
 _WAITING_CONNECTIONS = 256  # that have not proved that they have the job's secret
 _CLOCK_SECONDS = 5.0  # difference of two hosts' clocks that is reported
 _KILLED = 128 + 9  # exit code of a process that was lost with its agent
+_UNREACHABLE = 255  # the same if the hub started the agent; ssh's exit code for a lost connection
+_TERMINATED = 128 + 15  # of a process that was to end before it was started
 _HOST_CHARACTERS = 253
 _PARTS = re.compile(r"([0-9]+)")
 
@@ -53,9 +67,11 @@ class Registration:
     host: str
     slots: int
     version: str
-    facts: dict[str, Any]
+    clock: float
     running: dict[str, int]
     ended: dict[str, int]
+    signal: int = 0
+    launch: str = ""
 
 
 @dataclass
@@ -81,6 +97,7 @@ class _Agent:
     silent: float = 0.0
     away_since: float | None = None
     ends: set[int] = field(default_factory=set)  # asked for while it was away
+    turn: tuple[Channel | None, Message] | None = None  # that it has been sent, on which channel
 
     def send(self, message: Message) -> None:
         if self.channel is not None:
@@ -98,10 +115,13 @@ class Hub:
         on_output: called with (process number, "stdout" or "stderr", lines).
         on_signal: called with (host, signal number) when an agent receives a signal.
         say: prints a message for the user.
+        tls: for encrypted connections.
 
     Attributes:
         certain: a host that `find_available_hosts_and_slots` does not return is gone.
         port: TCP port for agents.
+        misplaced: the launcher started several agents on one host.
+        lost_ranks: an agent with processes has not responded, so this host may be cut off.
     """
 
     certain = True
@@ -115,17 +135,35 @@ class Hub:
         on_output: Callable[[int, str, str], None],
         on_signal: Callable[[str, int], None],
         say: Callable[[str], None],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._secret, self._driver_timeout = secret, driver_timeout
+        self._secret, self._driver_timeout, self._tls = secret, driver_timeout, tls
         self._command, self._directory = list(command), directory
         self._on_output, self._on_signal, self._say = on_output, on_signal, say
         self._on_hosts: Callable[[], None] = lambda: None
+        self._on_isolation: Callable[[], None] = lambda: None
+        self._on_leave: Callable[[str, Sequence[int]], None] = lambda *_: None
         self._environment: Callable[[Slot, str], Mapping[str, str]] = lambda *_: {}
         self._agents: dict[str, _Agent] = {}  # by host
         self._of_process: dict[int, _Agent] = {}
         self._refused: dict[str, float] = {}  # agent -> time of its first refusal
+        self._signalled: set[str] = set()  # hosts whose agents have reported a signal
+        # Host -> its turn to replace this driver; None: no agent can. Host -> its processes that
+        # have the run's state; None: no process has one.
+        self._turns: dict[str, int] | None = None
+        self._holders: Mapping[str, Sequence[int]] | None = None
         self._pending = 0
+        # Of hosts whose agents have not registered since this driver took over.
+        self._expected: dict[str, dict[int, _Process]] = {}
+        # Starts an agent on a host; host -> launch of the only agent that may register for it;
+        # host -> processes that wait for the agent.
+        self._start_agent: Callable[[str], None] | None = None
+        self._return_seconds, self._lost_code = RETURN_SECONDS, _KILLED
+        self._launches: dict[str, str] = {}
+        self._registered: set[str] = set()  # launches
+        self._waiting: dict[str, list[tuple[Slot, _Process]]] = {}
         self._finished: int | None = None
+        self.lost_ranks = self.misplaced = False
         self._hosts = threading.Condition()  # of _slots
         self._slots: dict[str, int] = {}
         self._socket = socket.create_server(("", 0), backlog=1024)
@@ -145,12 +183,74 @@ class Hub:
         """Set what is called when a host comes or goes."""
         self._on_hosts = changed
 
+    def on_isolation(self, isolated: Callable[[], None]) -> None:
+        """Set what is called before hosts are given up while no host with processes responds."""
+        self._on_isolation = isolated
+
+    def on_leave(self, leaves: Callable[[str, Sequence[int]], None]) -> None:
+        """Set what is called with a host that leaves the run, and its processes."""
+        self._on_leave = leaves
+
     def on_start(self, environment: Callable[[Slot, str], Mapping[str, str]]) -> None:
         """Set the function that returns the environment of a process.
 
         It is called with the process's slot and the driver's address as seen from its host.
         """
         self._environment = environment
+
+    def start_agents_with(self, start: Callable[[str], None]) -> None:
+        """Set the function that starts an agent on a host; the hub's thread calls it as needed.
+
+        It returns at once, and does nothing while an agent that it started has not ended.
+        """
+        self._start_agent = start
+        self._return_seconds, self._lost_code = _STARTED_RETURN_SECONDS, _UNREACHABLE
+
+    def expect_agent(self, host: str, launch: str) -> None:
+        """Accept only this agent for a host from now on."""
+        self._call(self._launches.__setitem__, host, launch)
+
+    def has_registered(self, launch: str) -> bool:
+        """Whether an agent has registered so far."""
+        return launch in self._registered
+
+    def agent_ended(self, host: str, launch: str, why: str) -> None:
+        """Give up an agent, its processes, and the processes that wait for it."""
+        self._call(self._agent_ended, host, launch, why)
+
+    def adopt(
+        self,
+        hosts: Mapping[str, int],
+        processes: Mapping[int, str],
+        on_exit: Callable[[int, int], None],
+    ) -> None:
+        """Expect the agents of a job that another driver began; call it before they can connect.
+
+        Args:
+            hosts: host -> slots; these hosts count as available until `give_up_missing`.
+            processes: process -> host.
+            on_exit: called with a process and its exit code.
+        """
+        for host in {*hosts, *processes.values()}:
+            self._expected[host] = {}
+        for number, host in processes.items():
+            self._expected[host][number] = _Process(number, partial(on_exit, number))
+        with self._hosts:
+            self._slots = dict(hosts)
+
+    def give_up_missing(self, seconds: float) -> None:
+        """Wait for the agents that `adopt` expects, then give up the others and their processes.
+
+        Args:
+            seconds: from one agent to the next one. A thousand agents do not return at once.
+        """
+        with self._hosts:
+            while count := len(self._expected):
+                if not self._hosts.wait_for(lambda: len(self._expected) != count, seconds):
+                    break
+        done = threading.Event()
+        self._call(self._give_up_missing, done)
+        done.wait(_FINISH_SECONDS)
 
     def wait_for(self, enough: Callable[[dict[str, int]], bool], seconds: float) -> bool:
         """Wait until `enough` of host -> slots is true; return whether it is."""
@@ -169,6 +269,18 @@ class Hub:
         """End all processes."""
         self._call(self._end_all)
 
+    def set_order(
+        self, order: Sequence[str] | None, holders: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        """Send all agents their turns: whether and when they may replace this driver.
+
+        Args:
+            order: hosts in their order, other hosts follow; None: no agent can replace it.
+            holders: host -> its processes that have the run's state; None: no process has one.
+        """
+        turns = None if order is None else {host: turn for turn, host in enumerate(order)}
+        self._call(self._set_order, turns, holders)
+
     def finish(self, code: int) -> None:
         """End all agents, which exit with `code`, and the hub."""
         self._call(self._finish, code)
@@ -185,10 +297,17 @@ class Hub:
         try:
             self._loop.run_until_complete(self._serve())
         finally:
+            connections = asyncio.all_tasks(self._loop)
+            for connection in connections:
+                connection.cancel()
+            self._loop.run_until_complete(asyncio.gather(*connections, return_exceptions=True))
             self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._serve_connection, sock=self._socket)
+        limit = protocol.HANDSHAKE_SECONDS if self._tls is not None else None
+        server = await asyncio.start_server(
+            self._serve_connection, sock=self._socket, ssl=self._tls, ssl_handshake_timeout=limit
+        )
         seen, left = time.monotonic(), _FINISH_SECONDS - 1
         async with server:
             while True:
@@ -203,15 +322,24 @@ class Hub:
                     if left < 0 or all(a.channel is None for a in self._agents.values()):
                         return
 
+    def _all_ranks_silent(self) -> bool:
+        """Whether no agent with processes has responded for a while: this host may be cut off."""
+        with_ranks = [agent for agent in self._agents.values() if agent.processes]
+        return bool(with_ranks) and all(agent.silent > _QUIET_SECONDS for agent in with_ranks)
+
     def _look(self, agent: _Agent, passed: float) -> None:
         """Notice an agent that is silent or stays away."""
         if agent.channel is not None:
             agent.send({"type": "beat"})
             agent.silent += passed
             if agent.silent > protocol.SILENT_SECONDS:
+                if self._all_ranks_silent():
+                    if self._start_agent is not None:
+                        return  # the end of the agent (of ssh) decides
+                    self._on_isolation()
                 agent.channel.abort()
                 self._lost(agent, f"no message for {protocol.SILENT_SECONDS:.0f} s")
-        elif agent.away_since is not None and time.monotonic() - agent.away_since > RETURN_SECONDS:
+        elif (since := agent.away_since) and time.monotonic() - since > self._return_seconds:
             self._lost(agent, "its connection was closed")
 
     async def _serve_connection(
@@ -236,8 +364,19 @@ class Hub:
                 await self._listen(agent, channel)
         if (agent := self._of_channel(channel)) is not None:
             agent.channel, agent.away_since = None, time.monotonic()
-            self._loop.call_later(RETURN_SECONDS, self._look, agent, 0.0)
+            self._loop.call_later(self._return_seconds, self._look, agent, 0.0)
         writer.close()
+
+    def _give_up_missing(self, done: threading.Event) -> None:
+        expected, self._expected = self._expected, {}
+        for host, processes in expected.items():
+            if processes:
+                self.lost_ranks = True
+                self._say(f"the agent of {printable(host)} has not responded: its ranks are lost")
+            for process in processes.values():
+                process.on_exit(_KILLED)
+        self._show_hosts()
+        done.set()
 
     def _of_channel(self, channel: Channel) -> _Agent | None:
         return next((a for a in self._agents.values() if a.channel is channel), None)
@@ -250,6 +389,8 @@ class Hub:
             known = self._agents.get(found.host)
             if found.version != hvdtrain.__version__:
                 problem = f"the driver's hvdtrain is {hvdtrain.__version__}, not {found.version}"
+            elif self._start_agent and found.launch != self._launches.get(found.host):
+                problem = "another agent has replaced it"
             elif not 0 < len(found.host) <= _HOST_CHARACTERS or found.slots < 1:
                 problem = "a host name and at least one slot are expected"
             elif known is not None and known.registration.agent != found.agent:
@@ -268,15 +409,19 @@ class Hub:
             return None
         if problem:
             final = final and not problem.startswith("the registration")
+            self.misplaced |= final
             channel.send({"type": "refuse", "reason": problem, "final": final})
             return None
         channel.send({"type": "welcome", "driver_timeout": self._driver_timeout})
         return self._accept(channel, found)
 
     def _accept(self, channel: Channel, found: Registration) -> _Agent:
+        self._registered.add(found.launch)
         agent = self._agents.get(found.host)
         if agent is None:
             agent = self._agents[found.host] = _Agent(found, channel, channel.own_address)
+            agent.processes = self._expected.get(found.host, {})
+            self._of_process |= dict.fromkeys(agent.processes, agent)
         if agent.channel is not None and agent.channel is not channel:
             agent.channel.abort()
         agent.registration, agent.channel = found, channel
@@ -285,12 +430,19 @@ class Hub:
         for ended, code in found.ended.items():
             self._exited(agent, int(ended), code)
         for number in set(agent.processes) - running:
-            self._exited(agent, number, _KILLED)  # its start was lost with the connection
+            self._exited(agent, number, self._lost_code)  # its start was lost
+        with self._hosts:
+            self._expected.pop(found.host, None)
+            self._hosts.notify_all()
         agent.strays = running - set(agent.processes)
         for number in agent.strays | (agent.ends & running):
             agent.send({"type": "end", "number": number})
         agent.ends.clear()
-        skew = abs(float(found.facts.get("clock", 0.0)) - time.time())
+        self._send_turn(agent)
+        if found.signal:  # its message may have been lost with a connection or a driver
+            self._signal(found.host, found.signal, again=False)
+        self._start_waiting(agent)
+        skew = abs(found.clock - time.time())
         if skew > _CLOCK_SECONDS:
             self._say(f"the clock of {found.host} differs from the driver's by {skew:.0f} s")
         self._show_hosts()
@@ -313,12 +465,40 @@ class Hub:
             case "exit":
                 self._exited(agent, int(message["number"]), int(message["code"]))
             case "signal":
-                self._on_signal(agent.registration.host, int(message["number"]))
+                self._signal(agent.registration.host, int(message["number"]), again=True)
+            case "leave":
+                self._on_leave(agent.registration.host, tuple(agent.processes))
+
+    def _signal(self, host: str, number: int, again: bool) -> None:
+        if again or host not in self._signalled:
+            self._signalled.add(host)
+            self._on_signal(host, number)
+
+    def _set_order(
+        self, turns: dict[str, int] | None, holders: Mapping[str, Sequence[int]] | None
+    ) -> None:
+        self._turns, self._holders = turns, holders
+        for agent in self._agents.values():
+            self._send_turn(agent)
+
+    def _send_turn(self, agent: _Agent) -> None:
+        """Send an agent its turn to replace this driver, if that has changed."""
+        host = agent.registration.host
+        turn = None
+        if self._turns is not None:
+            later = len(self._turns) + len(self._agents)
+            turn = self._turns.get(host, later)
+        holds = None if self._holders is None else list(self._holders.get(host, ()))
+        message = {"type": "turn", "turn": turn, "holds": holds}
+        if agent.turn != (agent.channel, message):
+            agent.turn = (agent.channel, message)
+            agent.send(message)
 
     def _exited(self, agent: _Agent, number: int, code: int) -> None:
         if number in agent.strays:
             agent.strays.discard(number)
             self._show_hosts()
+            self._start_waiting(agent)
         process = agent.processes.pop(number, None)
         if process is not None:
             self._of_process.pop(number, None)
@@ -332,11 +512,23 @@ class Hub:
         del self._agents[host]
         if self._finished is None:
             count = len(agent.processes)
+            self.lost_ranks |= count > 0
             ranks = f"; its {count} rank{'s are' if count > 1 else ' is'} lost" if count else ""
             self._say(f"the agent of {printable(host)} is gone ({why}){ranks}")
         for number in tuple(agent.processes):
-            self._exited(agent, number, _KILLED)
+            self._exited(agent, number, self._lost_code)
         self._show_hosts()
+
+    def _agent_ended(self, host: str, launch: str, why: str) -> None:
+        if self._launches.get(host) != launch:
+            return
+        del self._launches[host]
+        if (agent := self._agents.get(host)) is not None:
+            if agent.channel is not None:
+                agent.channel.abort()
+            self._lost(agent, why)
+        for _, process in self._waiting.pop(host, ()):
+            process.on_exit(_UNREACHABLE)
 
     def _show_hosts(self) -> None:
         slots = {
@@ -344,6 +536,8 @@ class Hub:
             for host, agent in self._agents.items()
             if not agent.strays
         }
+        if self._expected:
+            return  # all hosts of the job count as available
         with self._hosts:
             changed, self._slots = slots != self._slots, slots
             self._hosts.notify_all()
@@ -352,8 +546,12 @@ class Hub:
 
     def _start(self, slot: Slot, process: _Process) -> None:
         agent = self._agents.get(slot.hostname)
-        if agent is None or agent.channel is None:
-            process.on_exit(_KILLED)  # it has just gone
+        if agent is None or agent.channel is None or (agent.strays and self._start_agent):
+            if self._start_agent is None:
+                process.on_exit(_KILLED)  # it has just gone
+            else:
+                self._waiting.setdefault(slot.hostname, []).append((slot, process))
+                self._start_agent(slot.hostname)
             return
         agent.processes[process.number] = process
         self._of_process[process.number] = agent
@@ -368,6 +566,12 @@ class Hub:
             }
         )
 
+    def _start_waiting(self, agent: _Agent) -> None:
+        """Start the processes that wait for an agent, if its host is free for them."""
+        if not agent.strays:
+            for slot, process in self._waiting.pop(agent.registration.host, ()):
+                self._start(slot, process)
+
     def _address_for(self, agent: _Agent) -> str:
         """Return the driver's address for an agent's host: the one that it connected to.
 
@@ -381,14 +585,23 @@ class Hub:
     def _end(self, number: int) -> None:
         agent = self._of_process.get(number)
         if agent is None:
+            self._end_waiting({number})
             return
         if agent.channel is None:
             agent.ends.add(number)
         agent.send({"type": "end", "number": number})
 
+    def _end_waiting(self, numbers: Set[int]) -> None:
+        for host, waiting in tuple(self._waiting.items()):
+            self._waiting[host] = [one for one in waiting if one[1].number not in numbers]
+            for _, process in waiting:
+                if process.number in numbers:
+                    process.on_exit(_TERMINATED)
+
     def _end_all(self) -> None:
         for number in tuple(self._of_process):
             self._end(number)
+        self._end_waiting({p.number for waiting in self._waiting.values() for _, p in waiting})
 
     def _finish(self, code: int) -> None:
         self._finished = code

@@ -5,8 +5,8 @@
 
 Both sides derive one key per direction from the job's secret and both nonces. The HMAC covers the
 frame's number in its direction, so a frame of another connection, a repeated, reordered or altered
-frame, and a frame sent back to its sender are all rejected. Nothing is unpickled. Frames are not
-encrypted: neither the job's secret nor the environment of a user is sent.
+frame, and a frame sent back to its sender are all rejected. Nothing is unpickled. Neither the job's
+secret nor the environment of a user is sent. Frames are encrypted with TLS on request only.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import hmac
 import json
 import os
 import socket
+import ssl
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from hvdtrain.errors import UserError
 from hvdtrain.untrusted import parse_json
 
 PREAMBLE = b"hvdtrain agent 1\n"
@@ -32,6 +35,7 @@ SILENT_SECONDS = 3.0
 _LENGTH = struct.Struct("!I")
 _NUMBER = struct.Struct("!Q")
 _DIGEST_BYTES = 32
+_TLS_NAME = "driver.hvdtrain"  # in its certificate, which agents know from the driver's file
 
 Message = dict[str, Any]
 
@@ -120,20 +124,30 @@ class Channel:
         self._writer.transport.abort()
 
 
-async def connect(address: str, port: int, secret: bytes, seconds: float) -> Channel:
+async def connect(
+    address: str, port: int, secret: bytes, seconds: float, certificate: str = ""
+) -> Channel:
     """Connect an agent to the driver within `seconds`.
+
+    Args:
+        certificate: the driver's (PEM), for TLS; "": no TLS.
 
     Raises:
         OSError: nothing responds as a driver does. A wrong secret is noticed with the first frame.
     """
     try:
-        return await asyncio.wait_for(_connect(address, port, secret), seconds)
+        return await asyncio.wait_for(_connect(address, port, secret, certificate), seconds)
     except asyncio.TimeoutError:
         raise TimeoutError(f"{address}:{port} does not respond") from None
 
 
-async def _connect(address: str, port: int, secret: bytes) -> Channel:
-    reader, writer = await asyncio.open_connection(address, port)
+async def _connect(address: str, port: int, secret: bytes, certificate: str) -> Channel:
+    if certificate:
+        trusted = ssl.create_default_context(cadata=certificate)
+        opened = asyncio.open_connection(address, port, ssl=trusted, server_hostname=_TLS_NAME)
+    else:
+        opened = asyncio.open_connection(address, port)
+    reader, writer = await opened
     try:
         return await _exchange_nonces(reader, writer, secret, is_driver=False)
     except BaseException:
@@ -175,6 +189,52 @@ async def _exchange_nonces(
     to_driver = hmac.digest(secret, b"agent to driver" + nonces, "sha256")
     keys = (to_agent, to_driver) if is_driver else (to_driver, to_agent)
     return Channel(reader, writer, *keys)
+
+
+def new_certificate() -> tuple[ssl.SSLContext, str]:
+    """Return what a driver serves TLS with, and its certificate (PEM). No copy of the key is kept.
+
+    Raises:
+        UserError: the package cryptography is missing.
+    """
+    import tempfile  # agents need neither
+    from datetime import datetime, timedelta, timezone
+
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        raise UserError(
+            "--tls requires the package cryptography: pip install 'hvdtrain[tls]'"
+        ) from None
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _TLS_NAME)])
+    now = datetime.now(timezone.utc)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        # Hosts' clocks differ, and a run may last for months.
+        .not_valid_before(now - timedelta(days=365))
+        .not_valid_after(now + timedelta(days=3650))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(_TLS_NAME)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    with tempfile.TemporaryDirectory(
+        prefix="hvdtrain-"
+    ) as directory:  # accessible to this user only
+        file = Path(directory, "driver.pem")
+        file.write_bytes(private + pem)
+        context.load_cert_chain(file)
+    return context, pem.decode()
 
 
 def rendezvous_secret(secret: bytes) -> str:

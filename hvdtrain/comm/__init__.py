@@ -194,8 +194,7 @@ def _place(function: str) -> init.RankPosition:
 def _several(call: str) -> bool:
     """Whether there are other ranks; raises CollectiveError if they would not respond."""
     several = _place(call).world_size > 1
-    if several:
-        COLLECTIVES.check(call)
+    COLLECTIVES.check(call)  # also alone: a mistake shows before the run has several ranks
     return several
 
 

@@ -107,6 +107,10 @@ class UserCollectives:
         finally:
             self._beyond, self.counts = "", None
 
+    def refuse(self, why: str) -> None:
+        """Make collectives raise CollectiveError with the reason `why` from now on; "": none."""
+        self._beyond = why
+
     @contextmanager
     def refused(self, why: str) -> Iterator[None]:
         """Make collectives inside the context raise CollectiveError with the reason `why`."""

@@ -13,8 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Start and end the ranks of this host for the driver of a run, until the run ends. "
         "`hvdtrain launch` without hosts starts an agent on each host; start one by hand to add a "
-        "host to a run. The agent finds the driver through the run directory and exits with the "
-        "exit code of the run."
+        "host to a run. The agent finds the driver through the run directory, starts another one "
+        "on its host if the driver dies, and exits with the exit code of the run."
     )
     parser.add_argument(
         "--run", type=Path, required=True, metavar="DIR", help="run directory, on all hosts"
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds to wait for the driver (default: %(default)s)",
     )
+    parser.add_argument("--driver", type=int, help=argparse.SUPPRESS)
 
 
 def add_slots(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +47,10 @@ def add_slots(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.agent.agent import AgentSettings, keep
+    from hvdtrain.agent.agent import AgentSettings, environment_of_ranks, keep
     from hvdtrain.agent.host import default_slots
 
     slots = args.slots or default_slots()
-    return keep(AgentSettings(args.run.absolute(), args.host, slots, args.wait))
+    environment = environment_of_ranks()
+    settings = AgentSettings(args.run.absolute(), args.host, slots, args.wait, environment)
+    return keep(settings, args.driver)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.commands.agent import add_slots
 from hvdtrain.commands.arguments import at_least, seconds
 from hvdtrain.commands.discover import add_host_arguments
-from hvdtrain.elastic.command import training_command
+from hvdtrain.elastic.command import script_command, training_command
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Start training on hosts that respond, and continue it after a failure. Without hosts, "
         "this process starts the ranks of its own host through an agent (hvdtrain agent): a "
         "launcher that starts it once per host, such as `srun --ntasks-per-node=1 --no-kill`, "
-        "`mpiexec -ppn 1` or pbsdsh, makes one elastic run of them, without ssh."
+        "`mpiexec -ppn 1` or pbsdsh, makes one elastic run of them, without ssh. So does the same "
+        "command started on each host without a launcher, as in containers. The first of them has "
+        "the driver; if it dies, another host replaces it."
     )
     add_host_arguments(parser, required=False)
     add_slots(parser)
@@ -66,15 +70,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds to wait for hosts with --min-np slots (default: %(default)s)",
     )
     parser.add_argument(
+        "--tls",
+        action="store_true",
+        help="encrypt the connections of agents; without hosts only",
+    )
+    parser.add_argument(
         "training",
         nargs=argparse.REMAINDER,
         metavar="-- --key value",
-        help="keys of the configuration; a command that starts training may precede them, "
-        "as for horovodrun: python -m hvdtrain.train --key value",
+        help="keys of the configuration; a command that starts training may precede them, as for "
+        "horovodrun: python -m hvdtrain.train, or python SCRIPT. The script uses "
+        "hvdtrain.training; another one is restarted, from what it has saved itself",
     )
     parser.usage = (
         f"{parser.prog} [--hosts LIST | --hostfile FILE | --slurm] [options] "
-        "-- [python -m hvdtrain.train] --key value ..."
+        "-- [python -m hvdtrain.train | python SCRIPT] --key value ..."
     )
 
 
@@ -84,13 +94,15 @@ def run(args: argparse.Namespace) -> int:
     from hvdtrain.supervise.supervisor import SupervisedRun, Supervisor
 
     words = args.training[1:] if args.training[:1] == ["--"] else args.training
-    train, flags = _rank_command(words)
+    command = _rank_command(words)
     if args.max_np is not None and args.max_np < args.min_np:
         raise UserError(f"--max-np {args.max_np} is less than --min-np {args.min_np}")
     if not (args.hosts or args.hostfile or args.slurm):
-        return _run_in_allocation(args, train, flags)
+        return _run_in_allocation(args, command)
     if args.slots is not None:
         raise UserError("--slots is for a launch without hosts; write slots as in node1:8")
+    if args.tls:
+        raise UserError("--tls is for a launch without hosts: ssh encrypts the others")
     probe = parse_probe(args.probe)
     hosts = read_hosts(args.hosts, args.hostfile, args.slurm)
     slots = total_slots(hosts)
@@ -106,18 +118,34 @@ def run(args: argparse.Namespace) -> int:
             hosts=lambda: read_hosts(args.hosts, args.hostfile, args.slurm),
             discovery=_discovery(args),
             probe=probe,
-            train=train,
-            run=_run_directory(_configuration(flags)),
+            train=command.train,
+            run=_run_directory(command),
+            steps_known=command.ours,
         )
     ).run()
 
 
-def _run_in_allocation(args: argparse.Namespace, train: list[str], flags: list[str]) -> int:
-    """Be the agent of this host, and the driver in the first task of the launcher."""
+class _RankCommand(NamedTuple):
+    """The command after the `--`.
+
+    Args:
+        train: argv of a rank.
+        flags: its keys of the configuration.
+        ours: it trains with hvdtrain.
+    """
+
+    train: list[str]
+    flags: list[str]
+    ours: bool = True
+
+
+def _run_in_allocation(args: argparse.Namespace, command: _RankCommand) -> int:
+    """Be the agent of this host; a child of the first task is the driver."""
     from hvdtrain.supervise.allocation import (
-        AllocationDriver,
         AllocationRun,
         become_agent,
+        joins,
+        run_first_task,
         this_task,
     )
 
@@ -128,46 +156,67 @@ def _run_in_allocation(args: argparse.Namespace, train: list[str], flags: list[s
         )
     task = this_task()
     try:
-        config = _configuration(flags)
+        if not command.ours:
+            raise UserError(
+                "the script does not mention hvdtrain.training (if other modules of it do, set "
+                "HVDTRAIN_ELASTIC=1), and agents start only ranks of hvdtrain: give hosts "
+                "(--hosts, --hostfile or --slurm)"
+            )
         plan = AllocationRun(
             min_np=args.min_np,
             max_np=args.max_np,
             slots=args.slots,
             wait=args.wait,
-            driver_timeout=config.elastic.driver_timeout,
-            train=train,
-            run=_run_directory(config),
+            driver_timeout=_configuration(command.flags).elastic.driver_timeout,
+            train=command.train,
+            run=_run_directory(command),
+            tls=args.tls,
         )
     except UserError:
         if task.number > 0:
             time.sleep(_FIRST_TASK_SECONDS)  # the first task reports the error, which ends all
         raise
-    return AllocationDriver(plan, task.hosts).run() if task.number == 0 else become_agent(plan)
+    if task.number > 0 or joins(plan):
+        become_agent(plan)
+    return run_first_task(plan, task.hosts)
 
 
-def _rank_command(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return (argv of a rank, its configuration keys) from the words after the `--`.
+def _rank_command(words: list[str]) -> _RankCommand:
+    """Return the command of a rank from the words after the `--`.
 
     A named Python must belong to this environment. Ranks get this Python's path, because a bare
     name may be another program on each host.
     """
     if not words or words[0].startswith("-"):
-        return [sys.executable, "-m", "hvdtrain.train", *words], words
-    command = training_command(words)
+        return _RankCommand([sys.executable, "-m", "hvdtrain.train", *words], words)
+    training = training_command(words)
+    script = None if training is not None else script_command(words)
+    command = training or script
     if command is None:
+        missing = [word for word in words if word.endswith(".py") and not Path(word).exists()]
+        if missing:
+            raise UserError(f"{missing[0]} does not exist here ({Path.cwd()})")
         raise UserError(
             f"`{shlex.join(words)}` does not start training: keys of the configuration are "
-            "expected after the --, alone or as `python -m hvdtrain.train --key value ...` or "
-            "`hvdtrain train --key value ...`"
+            "expected after the --, alone or as `python -m hvdtrain.train --key value ...`, "
+            "`hvdtrain train --key value ...`, or `python SCRIPT ...`"
         )
     before, program = words[: command.program], words[command.program]
     if Path(program).name == "hvdtrain":
         if program != "hvdtrain" and Path(program).parent != Path(sys.executable).parent:
             raise UserError(_other(program))
-        return [*before, sys.executable, "-m", "hvdtrain.train", *command.flags], command.flags
+        train = [*before, sys.executable, "-m", "hvdtrain.train", *command.flags]
+        return _RankCommand(train, command.flags)
     if _environment(program) != _environment(sys.executable):
         raise UserError(_other(program))
-    return [*before, sys.executable, *words[command.program + 1 :]], command.flags
+    train = [*before, sys.executable, *words[command.program + 1 :]]
+    if script is None:
+        return _RankCommand(train, command.flags)
+    if not (script.own_loop or os.environ.get("HVDTRAIN_ELASTIC") == "1"):
+        return _RankCommand(train, [], ours=False)
+    from hvdtrain.api.flags import configuration_words
+
+    return _RankCommand(train, [*configuration_words(command.flags)])
 
 
 def _environment(python: str) -> str:
@@ -196,9 +245,20 @@ def _configuration(flags: list[str]) -> Config:
     return parse(flags).config
 
 
-def _run_directory(config: Config) -> Path:
-    """Return RUN/."""
-    run = config.run
+def _run_directory(command: _RankCommand) -> Path:
+    """Return RUN/; for a script that does not train with hvdtrain, a directory of the launcher."""
+    if not command.ours:
+        name = hashlib.sha256("\0".join(command.train).encode()).hexdigest()[:8]
+        directory = Path("runs").absolute() / f"launch-{name}"
+        print(
+            "hvdtrain launch: the script does not mention hvdtrain.training (if other modules of "
+            "it do, set HVDTRAIN_ELASTIC=1), so its steps are not known: after a failure it is "
+            "restarted, and continues from what it has saved itself; records of its hosts are in "
+            f"{directory}",
+            file=sys.stderr,
+        )
+        return directory
+    run = _configuration(command.flags).run
     if run.id is None:
         raise UserError(
             "run.id is missing: a restart, also one on another machine, resumes the run of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import PurePath
@@ -11,6 +12,11 @@ _PYTHON = re.compile(r"pythonw?[\d.]*")
 # Interpreter options followed by a value, unless it is joined to them.
 _VALUED = ("W", "X")
 _VALUED_LONG = ("--check-hash-based-pycs",)
+
+
+# A script that uses hvdtrain.training, in whatever way it is imported.
+_OWN_LOOP = re.compile(r"^\s*(import|from)\s+hvdtrain\b", re.MULTILINE), re.compile(r"\btraining\b")
+_SCRIPT_BYTES = 1 << 20
 
 
 class TrainingCommand(NamedTuple):
@@ -28,6 +34,46 @@ class TrainingCommand(NamedTuple):
 def starts_training(command: Sequence[str]) -> bool:
     """Whether a command is `hvdtrain train`, or Python with its module, console script or file."""
     return training_command(command) is not None
+
+
+class ScriptCommand(NamedTuple):
+    """A command `python SCRIPT ...`.
+
+    Args:
+        program: index of the word that is the interpreter.
+        script: the path.
+        flags: the words after it, also the script's own arguments.
+    """
+
+    program: int
+    script: str
+    flags: list[str]
+
+    @property
+    def own_loop(self) -> bool:
+        """Whether the script's text uses hvdtrain.training."""
+        try:
+            with open(self.script, encoding="utf-8", errors="replace") as file:
+                text = file.read(_SCRIPT_BYTES)
+        except OSError:
+            return False
+        return all(pattern.search(text) for pattern in _OWN_LOOP)
+
+
+def script_command(command: Sequence[str]) -> ScriptCommand | None:
+    """Split a command `python SCRIPT ...`, if it is one and the script is a file."""
+    words = list(command)
+    for i, word in enumerate(words):
+        if _PYTHON.fullmatch(PurePath(word).name):
+            at = i + 1
+            while at < len(words) and words[at].startswith("-"):
+                if words[at][1:2] in ("c", "m"):
+                    return None
+                at += 2 if words[at] in ("-W", "-X") else 1
+            if at < len(words) and os.path.isfile(words[at]):
+                return ScriptCommand(i, words[at], words[at + 1 :])
+            return None
+    return None
 
 
 def training_command(command: Sequence[str]) -> TrainingCommand | None:

@@ -191,6 +191,8 @@ class JobState:
         stop_requested: the ranks write a checkpoint and end (a signal, or a host leaves).
         ending_since: since when the ranks have been ending by agreement.
         killed_since: since when all processes have been killed.
+        begin_again_until: until when processes may be started although none is left: the starts
+            may have been lost with another driver.
         over: the result was reported.
         suspects: suspect hosts -> score, the highest first; see run_files/host_records.py.
         incidents: (host, cause, detail) to be recorded, until the driver takes them.
@@ -215,6 +217,7 @@ class JobState:
     stop_requested: bool = False
     ending_since: float | None = None
     killed_since: float | None = None
+    begin_again_until: float = 0.0
     exit_code: int = 0
     over: bool = False
     suspects: dict[str, float] = field(default_factory=dict)
@@ -280,7 +283,8 @@ class JobState:
         if process.failed_step is not None:
             self.failures.count_error(process.failed_step, process.failure)
         why = describe(code) + (f": {process.failure}" if process.failure else "")
-        if not self.stop_requested and (cause := cause_of_end(code, process.failure)):
+        expected = self.stop_requested or self.begin_again_until
+        if not expected and (cause := cause_of_end(code, process.failure)):
             self.incidents.append((process.host, cause, why))
         return f"{process} ended ({why}); its slot is used again in {pause:.0f} s"
 
@@ -342,6 +346,8 @@ class JobState:
         match action:
             case StartProcess(number, host, slot):
                 self.processes.append(TrainingProcess(number, host, slot, since=now))
+                if self.begin_again_until:
+                    self.begin_again_until, self.exit_code = 0.0, 0
             case EndProcess(number):
                 self.processes[number].asked_to_end = True
             case GiveUpProcess(number):
@@ -418,6 +424,8 @@ def decide(job: JobState, now: float) -> list[Action]:
         return [_fail(job.failures.reason)]
     if replacements := _start_replacements(job, now):
         return replacements
+    if not job.alive() and now < job.begin_again_until:
+        return start_processes(job, job.max_np, now)
     if not job.alive():
         # If no process ended by agreement, the last ones were lost with their hosts.
         return [ReportResult(job.exit_code or EXIT_CRASH)]

@@ -1,9 +1,9 @@
-"""Elastic driver inside horovodrun: starts and ends processes, and forms their generations.
+"""Elastic driver: starts and ends processes, and forms their generations.
 
-Horovod's launcher loads the driver through the entry point horovod.elastic_driver and uses it for
-hvdtrain's commands. Processes, heartbeats and discovery report events, which change the state of
-the job (`JobState`). After an event, and as time passes, the driver calls `decide` (decisions.py),
-and performs the actions that it returns (`_act`, `_perform`).
+It runs inside horovodrun (horovodrun.py) or `hvdtrain launch` (supervise/allocation.py). Processes,
+heartbeats and discovery report events, which change the state of the job (`JobState`). After an
+event, and as time passes, the driver calls `decide` (decisions.py), and performs the actions that
+it returns (`_act`, `_perform`).
 
 When a rank is lost:
 
@@ -36,14 +36,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from horovod.runner.common.util.hosts import SlotInfo
 
-from hvdtrain.elastic.command import starts_training
+from hvdtrain.elastic import job_record
 from hvdtrain.elastic.decisions import (
     Action,
     EndGeneration,
@@ -62,7 +62,8 @@ from hvdtrain.elastic.decisions import (
 )
 from hvdtrain.elastic.failure_detector import Silence
 from hvdtrain.elastic.heartbeats import HeartbeatReceiver
-from hvdtrain.elastic.processes import Slots, TrainingProcess, find_hosts
+from hvdtrain.elastic.job_record import JobRecord
+from hvdtrain.elastic.processes import Slots, TrainingProcess, assign, find_hosts
 from hvdtrain.elastic.rendezvous import RANKS, make_handler
 from hvdtrain.elastic.status import ProcessStatus
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER
@@ -74,8 +75,8 @@ from hvdtrain.untrusted import printable_lines
 # Seconds between discoveries: while ranks are missing, and while none is missing. Starting the
 # script is most of its cost.
 _DISCOVERY_SECONDS = (1.0, 5.0)
+_LONGEST_REST_SECONDS = 0.1
 _LOOK_SECONDS = 0.25  # without an event: time alone makes some actions due
-_JOIN_SECONDS = 15.0  # for the threads of ended processes, at the end of the job
 _RECORD_SECONDS = 2.0  # for the records of hosts, at the end of the job
 _REPORT_SECONDS = 3.0  # from the start of the wait for slots to the first message about it
 _DEFAULT_TIMEOUT = 600
@@ -83,11 +84,9 @@ _NO_GENERATION = -1
 _EXCLUDED = {"rank": -1}
 _SPARE = {"rank": -1, "spare": True}
 
-CreateWorker = Callable[[SlotInfo, list[threading.Event]], tuple[int, float]]
-
 
 class Starter(Protocol):
-    """How the driver starts and ends processes: `WorkerThreads`, or agents (agent/hub.py)."""
+    """How the driver starts and ends processes: through agents (agent/hub.py)."""
 
     def start(self, slot: SlotInfo, on_exit: Callable[[int], None]) -> None:
         """Start process number `slot.rank`; call `on_exit` with its exit code in another thread."""
@@ -99,63 +98,30 @@ class Starter(Protocol):
         """End all processes."""
 
 
-class WorkerThreads:
-    """Processes that horovodrun starts over ssh, each with a thread that waits for it.
-
-    Args:
-        create_worker: starts a process and returns when it has ended; ends it if one of the
-            events is set.
-    """
-
-    def __init__(self, create_worker: CreateWorker) -> None:
-        self._create = create_worker
-        self.threads: list[threading.Thread] = []
-        self.ends: dict[int, threading.Event] = {}  # process -> set to end it
-        self._all = threading.Event()
-
-    def start(self, slot: SlotInfo, on_exit: Callable[[int], None]) -> None:
-        end = self.ends[slot.rank] = threading.Event()
-
-        def run() -> None:
-            code, _ = self._create(slot, [self._all, end])
-            on_exit(code)
-
-        thread = threading.Thread(target=run, daemon=True)
-        self.threads.append(thread)
-        thread.start()
-
-    def end(self, number: int) -> None:
-        self.ends[number].set()
-
-    def end_all(self) -> None:
-        self._all.set()
-
-    def join(self, seconds: float) -> None:
-        """Wait for the threads of ended processes."""
-        deadline = time.monotonic() + seconds
-        for thread in self.threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-
-class Results(NamedTuple):
-    """Results that horovodrun reads at the end."""
-
-    error_message: str | None
-    worker_results: dict[str, tuple[int, float]]
-
-
 class ElasticDriver:
-    """Elastic driver of one job, see the top of this file. Horovod's driver has the same arguments.
+    """Elastic driver of one job, see the top of this file.
+
+    With agents the driver holds a lease, and records the job for a driver that replaces it.
 
     Args:
-        rendezvous: HTTP server through which the ranks of a generation find each other.
+        rendezvous: HTTP server through which the ranks of a generation find each other: Horovod's
+            or RequestServer.
         discovery: find_available_hosts_and_slots() -> {host: slots}.
         min_num_proc, max_num_proc: the fewest and the most processes of a generation.
         timeout: seconds to wait for hosts while fewer than `min_num_proc` processes are left.
         reset_limit: failed generations that the job tolerates; None: any number.
         cooldown_range: (first, longest) pause in seconds before a slot is used again.
         verbose: 1 = print the longest heartbeat delay at the end.
+
+    Attributes:
+        may_act: whether this driver may decide now; with agents, whether its lease is valid.
+        record: keeps the record of the job; called before anything that the record must contain.
+        on_answers: called with processes whose `join` now returns an answer.
     """
+
+    may_act: Callable[[], bool] = staticmethod(lambda: True)
+    record: Callable[[JobRecord], None] = staticmethod(lambda _: None)
+    on_answers: Callable[[Iterable[int]], None] = staticmethod(lambda _: None)
 
     def __init__(
         self,
@@ -184,7 +150,8 @@ class ElasticDriver:
         self._answered = threading.Condition(lock)
         self._answers: dict[int, dict[str, Any]] = {}  # process -> answer that it has not received
         self._starter: Starter | None = None
-        self._plan: Sequence[SlotInfo] = []  # ranks of the current generation
+        # Ranks of the current generation, by host and local rank.
+        self._places: dict[tuple[str, int], SlotInfo] = {}
         self._job = secrets.randbits(62)  # unique to this job
         self._most_ranks = 0  # most ranks that have run at once so far
         self._signalled = False  # by a first SIGTERM or SIGUSR1; a second one kills
@@ -192,22 +159,14 @@ class ElasticDriver:
         self._silent: list[str] = []  # processes whose silence ended the last generation
         run = os.environ.get(LAUNCH_VARIABLE)
         self._records = HostRecords(Path(run), _say) if run else None
-        self._results: dict[str, tuple[int, float]] = {}
+        self._exit_code = EXIT_CRASH
         self._shutdown = threading.Event()  # all processes are killed
-        self._finished = threading.Event()  # get_results returns
+        self._finished = threading.Event()  # wait returns
         self._hosts_changed = threading.Event()  # wakes the discoverer
         self._discoverer = threading.Thread(target=self._discover, daemon=True)
         self._discoverer.start()
 
-    # --- what horovodrun calls --------------------------------------------
-
-    @classmethod
-    def serves(cls, command: Sequence[str]) -> bool:
-        """Whether a command is hvdtrain's: only hvdtrain's processes request their ranks.
-
-        HVDTRAIN_ELASTIC=1 marks a script that starts hvdtrain.
-        """
-        return starts_training(command) or os.environ.get("HVDTRAIN_ELASTIC") == "1"
+    # --- what launchers call ----------------------------------------------
 
     def create_rendezvous_handler(self) -> type:
         return make_handler(self)
@@ -235,7 +194,7 @@ class ElasticDriver:
         with self._changed:
             return interfaces.for_launcher(names, env, list(self._state.hosts.slots))
 
-    def register_shutdown_event(self) -> threading.Event:
+    def handle_signals(self) -> None:
         """Handle signals.
 
         On SIGTERM or SIGUSR1 the ranks write a checkpoint and end. A second signal, or SIGINT,
@@ -243,49 +202,66 @@ class ElasticDriver:
         """
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             handle(number, self._on_signal)
-        return self._shutdown
 
-    def start(self, num_proc: int, create_worker: CreateWorker) -> None:
+    def start(self, starter: Starter, num_proc: int) -> None:
         """Start `num_proc` processes and the driver's thread."""
-        self.start_with(WorkerThreads(create_worker), num_proc)
-
-    def start_with(self, starter: Starter, num_proc: int) -> None:
-        """Call `start` with another way to start processes."""
         with self._changed:
             self._starter = starter
             self._listen()
             now = time.monotonic()
-            for action in start_processes(self._state, num_proc, now):
+            actions = start_processes(self._state, num_proc, now)
+            self._record(actions)
+            for action in actions:
                 self._perform(action, now)
         threading.Thread(target=self._run, daemon=True).start()
+
+    def take_over(self, starter: Starter, found: JobRecord) -> None:
+        """Continue a job that another driver began; nothing changes for its ranks."""
+        with self._changed:
+            self._starter, self._job = starter, found.job
+            old = self._state
+            limits = (old.min_np, old.max_np, old.timeout, old.reset_limit)
+            self._state = job_record.rebuild(found, time.monotonic(), *limits)
+            self._listen()
+            ranks = job_record.ranks(self._state)
+            if ranks:
+                self._set_plan(assign(ranks), found.generations - 1)
+            if self._heartbeats is not None:
+                self._heartbeats.begin([process.number for process in ranks])
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def has_state(self) -> bool:
+        """Whether a process has the state of the run, or none has had it so far."""
+        with self._changed:
+            alive = self._state.alive()
+            holders = any(process.first_generation is not None for process in alive)
+            return holders or self._state.generations == 0 or self._state.ending
+
+    def exited(self, number: int, code: int) -> None:
+        """Record the end of a process that another driver started."""
+        self._on_exit(self._state.processes[number], code)
 
     def _listen(self) -> None:
         """Listen for heartbeats; if the port is taken, timeouts alone detect failures."""
         try:
             secret = getattr(self._rendezvous, "secret", None) or ""
-            self._heartbeats = HeartbeatReceiver(
-                self._rendezvous._httpd.server_address[1], secret.encode()
-            )
+            self._heartbeats = HeartbeatReceiver(_port_of(self._rendezvous), secret.encode())
         except OSError as error:
             _say(f"heartbeats cannot be received: {error}")
             return
         self._heartbeats.listen(self)
 
-    def get_results(self) -> Results:
-        """Wait for the end of the job."""
+    def wait(self) -> int:
+        """Wait for the end of the job; return its exit code."""
         while not self._finished.wait(0.2):
             pass
-        if isinstance(self._starter, WorkerThreads):
-            self._starter.join(_JOIN_SECONDS)
         if self._records is not None:
             self._records.flush(_RECORD_SECONDS)
-        return Results(None, self._results)
+        return self._exit_code
 
     def stop(self) -> None:
         self._end_all()
         self._rendezvous.stop()
-
-    # --- what `hvdtrain launch` calls besides ---------------------------------
 
     def discover(self) -> None:
         """Run a discovery soon: the hosts have changed."""
@@ -306,16 +282,24 @@ class ElasticDriver:
         """Act when a process requests ranks or the hosts change, and every _LOOK_SECONDS."""
         while not self._finished.is_set():
             with self._changed:
+                began = time.thread_time()
                 self._act()
+                took = time.thread_time() - began
                 self._changed.wait(_LOOK_SECONDS)
+            # With thousands of processes a decision takes a while; their requests, which come one
+            # after another, must not each cause one.
+            time.sleep(min(took, _LONGEST_REST_SECONDS))
 
     def _act(self) -> None:
         """Perform the actions that are due."""
         try:
+            if not self.may_act():
+                return
             self._record_incidents()
             while not self._finished.is_set():
                 now = time.monotonic()
                 actions = decide(self._state, now)
+                self._record(actions)
                 for action in actions:
                     self._perform(action, now)
                 if not actions:
@@ -324,6 +308,11 @@ class ElasticDriver:
             _say(f"error in the elastic driver:\n{traceback.format_exc()}")
             self._kill(EXIT_CRASH)
             self._finish(self._state.exit_code)
+
+    def _record(self, actions: Sequence[Action]) -> None:
+        """Record processes that are about to be started."""
+        if starts := [action for action in actions if isinstance(action, StartProcess)]:
+            self.record(job_record.record(self._job, self._state, starts))
 
     def _record_incidents(self) -> None:
         if self._records is not None and self._state.incidents:
@@ -357,6 +346,7 @@ class ElasticDriver:
             case MakeSpares(numbers):
                 self._answer({n: _SPARE for n in numbers if self._state.processes[n].spare})
             case FormGeneration():
+                self.record(job_record.record(self._job, self._state))
                 self._begin_generation(action)
             case EndGeneration(generation, ranks):
                 # Ranks in the rendezvous would wait for the lost rank's addresses.
@@ -384,8 +374,7 @@ class ElasticDriver:
 
     def _begin_generation(self, action: FormGeneration) -> None:
         """Give processes their ranks, which `join` returns to them."""
-        self._plan = action.plan
-        self._rendezvous.init([*action.plan], action.number)
+        self._set_plan(action.plan, action.number)
         if self._heartbeats is not None:
             self._heartbeats.begin(action.processes)
         answers: dict[int, dict[str, Any]] = {}
@@ -401,9 +390,14 @@ class ElasticDriver:
         self._silent = []
         self._answer(answers)
 
+    def _set_plan(self, plan: Sequence[SlotInfo], generation: int) -> None:
+        self._places = {(slot.hostname, slot.local_rank): slot for slot in plan}
+        self._rendezvous.init([*plan], generation)
+
     def _answer(self, answers: Mapping[int, dict[str, Any]]) -> None:
         self._answers.update(answers)
         self._answered.notify_all()
+        self.on_answers(answers)
 
     def _act_on(self, message: str) -> None:
         """Print the message of an event, and act on the event at once."""
@@ -429,17 +423,29 @@ class ElasticDriver:
         """
         deadline = time.monotonic() + seconds
         with self._changed:
-            process = self._record_request(number)
-            if process is None or self._state.ending_since is not None:
+            self.request(number, status)
+            process = self._state.process(number)
+            if process is None or not self._takes_part(process):
                 return _EXCLUDED
-            if number not in self._answers:
-                self._state.requested(process, ProcessStatus.of(status), time.monotonic())
-                self._changed.notify_all()
             while number not in self._answers and (left := deadline - time.monotonic()) > 0:
                 self._answered.wait(left)
             if process.state == "removed":  # the process asks again if the answer is lost
                 return self._answers.get(number)
             return self._answers.pop(number, _SPARE if process.spare else None)
+
+    def request(self, number: int, status: dict[str, Any]) -> bool:
+        """Record that a process requests its ranks; return whether `join` has an answer now."""
+        with self._changed:
+            process = self._record_request(number)
+            if process is None or not self._takes_part(process):
+                return True
+            if number not in self._answers:
+                self._state.requested(process, ProcessStatus.of(status), time.monotonic())
+                self._changed.notify_all()
+            return number in self._answers
+
+    def _takes_part(self, process: TrainingProcess) -> bool:
+        return process.state not in ("gone", "lost") and self._state.ending_since is None
 
     def news(self, number: int) -> dict[str, bool]:
         """Return what the running ranks must know at their next step boundary.
@@ -499,10 +505,8 @@ class ElasticDriver:
     def ranks_of(self, host: str, local_rank: int) -> str | None:
         """Return a slot's ranks in this generation in Horovod's own format, for its start."""
         with self._changed:
-            for slot in self._plan:
-                if (slot.hostname, slot.local_rank) == (host, local_rank):
-                    return str(slot.to_response_string())
-            return None
+            slot = self._places.get((host, local_rank))
+            return None if slot is None else str(slot.to_response_string())
 
     # --- signals and discovery -----------------------------------------------
 
@@ -583,7 +587,7 @@ class ElasticDriver:
             if process is not None and process.state in ("running", "waiting"):
                 _say(
                     f"{process} responds over TCP, but no heartbeat (UDP) has arrived for "
-                    f"{silence.seconds:.2f} s: until heartbeats arrive again, ssh and "
+                    f"{silence.seconds:.2f} s: until heartbeats arrive again, agents and "
                     "elastic.timeout_seconds detect its failure"
                 )
 
@@ -614,13 +618,17 @@ class ElasticDriver:
             self._starter.end_all()
 
     def _finish(self, code: int) -> None:
-        """Report the exit code to horovodrun; the job is over."""
+        """Report the exit code; the job is over."""
         if self._verbose and self._heartbeats is not None:
             detector = self._heartbeats.detector
             longest, phi = detector.longest, detector.phi
             _say(f"heartbeats: the longest delay was {longest:.2f} s (phi {phi:.0f})")
-        self._results["job"] = (code if code >= 0 else 128 - code, time.time())
+        self._exit_code = code if code >= 0 else 128 - code
         self._finished.set()
+
+
+def _port_of(server: Any) -> int:
+    return int(server.port if hasattr(server, "port") else server._httpd.server_address[1])
 
 
 def _say(message: str) -> None:

@@ -11,9 +11,10 @@
 The driver listens on the UDP port with the same number as the TCP port of its HTTP server. A
 datagram ends with 16 bytes of HMAC-SHA256 keyed with the job's secret. The driver accepts it only
 if its clock is later than the clock of the last one. Heartbeats only speed up the detection of
-failures: without them, ssh ends over the dead link and Gloo's timeout passes. A watchdog whose
-heartbeats are not acknowledged notifies the driver over TCP that its rank is alive, repeatedly
-until they are. Heartbeats of such a watchdog may stop at any time, so silence is not evidence.
+failures: without them, the agent of the rank's host falls silent and Gloo's timeout passes. A
+watchdog whose heartbeats are not acknowledged notifies the driver over TCP that its rank is alive,
+repeatedly until they are. Heartbeats of such a watchdog may stop at any time, so silence is not
+evidence.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from hvdtrain.elastic.failure_detector import BEAT_SECONDS, THIS_HOST, FailureDetector, Silence
+from hvdtrain.elastic.rendezvous import DriverAddress
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.machine import source_towards
 
@@ -91,7 +93,7 @@ class HeartbeatSender:
     """A process's end of the heartbeats: its watchdog sends, the rank listens on another socket.
 
     Args:
-        address, port: of the driver.
+        driver: where heartbeats are sent; they follow it.
         number: of the process.
         rank_port: where the rank listens; None: on this socket.
 
@@ -99,15 +101,15 @@ class HeartbeatSender:
         port: where the rank listens.
 
     Raises:
-        OSError: `address` is not an address.
+        OSError: the driver's address is not an address.
     """
 
-    def __init__(self, address: str, port: int, number: int, rank_port: int | None = None) -> None:
+    def __init__(self, driver: DriverAddress, number: int, rank_port: int | None = None) -> None:
         self.number = number
         self._secret = os.environ.get(_SECRET, "").encode()
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, driver = found[0]
-        self._driver: Any = driver
+        self._driver = driver
+        found = socket.getaddrinfo(*driver.place, type=socket.SOCK_DGRAM)
+        family, kind, protocol = found[0][:3]
         # Not connected: a driver with several addresses may answer from another one.
         self._socket = socket.socket(family, kind, protocol)
         self._socket.bind(("", 0))
@@ -195,7 +197,7 @@ class HeartbeatSender:
     def _send(self, kind: Kind) -> None:
         with suppress(OSError):
             message = Message(kind, self.number, time.monotonic_ns(), self.port)
-            self._socket.sendto(encode(message, self._secret), self._driver)
+            self._socket.sendto(encode(message, self._secret), self._driver.place)
 
 
 class Listener(Protocol):

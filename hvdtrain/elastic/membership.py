@@ -1,4 +1,4 @@
-"""Client of the elastic driver in horovodrun (driver.py): requests this process's ranks."""
+"""Client of the elastic driver (driver.py): requests this process's ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hvdtrain.elastic.heartbeats import HeartbeatSender
-from hvdtrain.elastic.rendezvous import RANKS, ask
+from hvdtrain.elastic.rendezvous import RANKS, DriverAddress
 from hvdtrain.elastic.status import ProcessStatus
 from hvdtrain.runtime import environment, interfaces
 from hvdtrain.runtime.signals import StopFlag
@@ -43,7 +43,7 @@ class Membership:
     """Joins generations and polls the driver during them.
 
     Args:
-        address, port: of the launcher's HTTP server.
+        address, port: of the launcher's HTTP server, at first.
         number: the driver's number of this process.
         stop: raised when the driver asks the ranks to stop.
 
@@ -55,11 +55,11 @@ class Membership:
     """
 
     def __init__(self, address: str, port: int, number: int, stop: StopFlag) -> None:
-        self.address, self.port = address, port
+        self._driver = DriverAddress(address, port)
         self.job, self.generation = 0, 0
         self.hosts_changed = False
-        self.launcher = f"{address}:{port}"
-        self.line = HeartbeatSender(address, port, number)
+        self.launcher = str(self._driver)
+        self.line = HeartbeatSender(self._driver, number)
         self.silent: list[str] = []
         self._number = number
         self._stop = stop
@@ -91,9 +91,9 @@ class Membership:
             LostError: the launcher does not respond at all.
         """
         try:
-            return ask(self.address, self.port, "news", self._number) is not None
+            return self._driver.ask("news", self._number) is not None
         except OSError as error:
-            raise LostError(f"{self.launcher}: {error}") from None
+            raise LostError(f"{self._driver}: {error}") from None
 
     def join(
         self, status: Callable[[], ProcessStatus], set_aside: Callable[[], None]
@@ -113,16 +113,19 @@ class Membership:
         Raises:
             RemovedError: the generation excludes this process.
             RefusedError: the generation excludes this process because it does not fit the run.
-            LostError: the launcher did not respond for 20 s.
+            LostError: the launcher did not respond for 20 s; with agents, which replace a driver,
+                for elastic.driver_timeout.
         """
+        limit = self._driver.timeout or _LOST_SECONDS
+        self._driver.follow()  # before a request waits for a host that is gone
         responded_at = time.monotonic()
         while True:
             try:
-                assignment = ask(self.address, self.port, "join", self._number, asdict(status()))
+                assignment = self._driver.ask("join", self._number, asdict(status()))
                 responded_at = time.monotonic()
             except OSError as error:
-                if time.monotonic() - responded_at > _LOST_SECONDS:
-                    raise LostError(f"{self.address}:{self.port}: {error}") from None
+                if time.monotonic() - responded_at > limit:
+                    raise LostError(f"{self._driver}: {error}") from None
                 time.sleep(0.2)
                 continue
             if assignment is None:
@@ -138,7 +141,7 @@ class Membership:
         for name in RANKS:
             os.environ[f"HOROVOD_{name.upper()}"] = str(assignment[name])
         os.environ[_GENERATION] = str(assignment["generation"])
-        os.environ[_ADDRESS], os.environ[_PORT] = self.address, str(self.port)
+        os.environ[_ADDRESS], os.environ[_PORT] = map(str, self._driver.place)
         self.job, self.generation = assignment["job"], assignment["generation"]
         self.hosts_changed = False
         self.silent = assignment.get("silent", [])
@@ -155,7 +158,7 @@ class Membership:
             step: the step in which it raised an error.
         """
         with suppress(OSError):
-            ask(self.address, self.port, "failed", self._number, {"message": message, "step": step})
+            self._driver.ask("failed", self._number, {"message": message, "step": step})
 
     def replace(self, message: str) -> None:
         """Request a new process in place of this one, which is about to end.
@@ -163,7 +166,7 @@ class Membership:
         Raises:
             OSError: the launcher does not respond.
         """
-        ask(self.address, self.port, "replace", self._number, {"message": message})
+        self._driver.ask("replace", self._number, {"message": message})
 
     def leave(self, message: str) -> None:
         """Report to the launcher that this host is about to be taken away: its ranks leave.
@@ -171,13 +174,13 @@ class Membership:
         Raises:
             OSError: the launcher cannot be reached now.
         """
-        ask(self.address, self.port, "leave", self._number, {"message": message})
+        self._driver.ask("leave", self._number, {"message": message})
 
     def _listen(self) -> None:
         while True:
             time.sleep(_NEWS_SECONDS)
             try:
-                news = ask(self.address, self.port, "news", self._number)
+                news = self._driver.ask("news", self._number)
             except OSError:
                 continue  # if the launcher is gone, the watchdog ends this process (watchdog.py)
             if news is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from horovod.runner.common.util.hosts import SlotInfo
 
 from hvdtrain.elastic.status import ProcessStatus
+from hvdtrain.text import plural
 
 # --- processes, and their ranks in a generation ------------------------------
 
@@ -101,20 +102,24 @@ def assign(processes: Sequence[TrainingProcess]) -> list[SlotInfo]:
     """Assign the ranks of a generation, in the order of `in_order`."""
     ordered = in_order(processes)
     hosts = list(dict.fromkeys(p.host for p in ordered))
-    local = {host: [p for p in ordered if p.host == host] for host in hosts}
-    plan = []
+    size = Counter(p.host for p in ordered)
+    peers = [
+        [host for host in hosts if size[host] > n] for n in range(max(size.values(), default=0))
+    ]
+    cross_ranks = [{host: rank for rank, host in enumerate(same)} for same in peers]
+    seen, plan = Counter[str](), []
     for rank, process in enumerate(ordered):
-        local_rank = local[process.host].index(process)
-        peers = [host for host in hosts if len(local[host]) > local_rank]
+        local_rank = seen[process.host]
+        seen[process.host] += 1
         plan.append(
             SlotInfo(
                 hostname=process.host,
                 rank=rank,
                 local_rank=local_rank,
-                cross_rank=peers.index(process.host),
+                cross_rank=cross_ranks[local_rank][process.host],
                 size=len(ordered),
-                local_size=len(local[process.host]),
-                cross_size=len(peers),
+                local_size=size[process.host],
+                cross_size=len(peers[local_rank]),
             )
         )
     return plan
@@ -291,7 +296,7 @@ class HostList:
         for host, slots in found.items():
             self._missing.pop(host, None)
             if self.slots.get(host) != slots:
-                changes.append(f"{host} has {slots} slots")
+                changes.append(f"{host} has {plural(slots, 'slot')}")
             self.slots[host] = slots
         return changes
 

@@ -1,4 +1,6 @@
-"""HTTP protocol between the elastic driver and processes, on Horovod's key-value store server.
+"""HTTP protocol between the elastic driver and processes.
+
+Under horovodrun the server is Horovod's key-value store; with agents it is request_server.py.
 
 GET /news/NUMBER     {"stop": bool, "hosts": bool}
 POST /join/NUMBER    requests the process's ranks. Body: the process's status (status.py).
@@ -25,14 +27,43 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hvdtrain.agent import driver_file
+from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from hvdtrain.agent.hub import Slot
 
 # Fields of a rank's assignment, as in Horovod's variables HOROVOD_RANK and so on.
 RANKS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+_GETS = ("news", "rank_and_size")
 # How long the server holds a request that it cannot answer yet.
 _HOLD_SECONDS = 1.0
 _REPLY_SECONDS = 5.0
+_FOLLOW_SECONDS = 1.5  # to connect to a driver that another one may have replaced
+_PROBE_SECONDS = 1.0
+# Set by agents: the driver's file (agent/driver_file.py), and elastic.driver_timeout in seconds.
+FILE_VARIABLE = "HVDTRAIN_DRIVER_FILE"
+TIMEOUT_VARIABLE = "HVDTRAIN_DRIVER_TIMEOUT"
+
+
+def environment_of(slot: Slot, address: str, port: int) -> dict[str, str]:
+    """Return the variables by which a process finds its driver, at this address."""
+    numbers = {f"HOROVOD_{name.upper()}": str(getattr(slot, name)) for name in RANKS}
+    return numbers | {
+        "HOROVOD_HOSTNAME": slot.hostname,
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_ELASTIC": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 class Driver(Protocol):
@@ -41,6 +72,8 @@ class Driver(Protocol):
     def join(
         self, number: int, seconds: float, status: dict[str, Any]
     ) -> dict[str, Any] | None: ...
+
+    def request(self, number: int, status: dict[str, Any]) -> bool: ...
 
     def news(self, number: int) -> dict[str, bool]: ...
 
@@ -63,19 +96,15 @@ def make_handler(driver: Driver) -> type:
 
     class Handler(RendezvousHandler):
         def _get_value(self, scope: str, key: str) -> bytes | None:
-            if scope == "news":
-                return json.dumps(driver.news(int(key))).encode()
-            if scope == "rank_and_size":
-                host, _, local_rank = key.rpartition(":")
-                ranks = driver.ranks_of(host, int(local_rank))
-                return None if ranks is None else ranks.encode()
+            if scope in _GETS:
+                return handle_get(driver, scope, key)
             return super()._get_value(scope, key)
 
         def _answer(self, path: list[str], body: bytes) -> tuple[int, bytes]:
             if len(path) != 2:
                 return super()._answer(path, body)
             try:
-                answer = _handle_report(driver, path[0], int(path[1]), json.loads(body))
+                answer = handle_report(driver, path[0], int(path[1]), json.loads(body))
             except (KeyError, TypeError, ValueError):  # another version of hvdtrain
                 return HTTPStatus.BAD_REQUEST, b""
             if answer is None:
@@ -85,9 +114,29 @@ def make_handler(driver: Driver) -> type:
     return Handler
 
 
-def _handle_report(
+def handle_get(driver: Driver, what: str, key: str) -> bytes | None:
+    """Answer a GET request; None: there is no answer.
+
+    Raises:
+        ValueError: it is wrong.
+    """
+    if what == "news":
+        return json.dumps(driver.news(int(key))).encode()
+    if what == "rank_and_size":
+        host, _, local_rank = key.rpartition(":")
+        ranks = driver.ranks_of(host, int(local_rank))
+        return None if ranks is None else ranks.encode()
+    return None
+
+
+def handle_report(
     driver: Driver, what: str, number: int, body: dict[str, Any]
 ) -> dict[str, Any] | None:
+    """Answer a POST request; None: not yet.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is wrong.
+    """
     if what == "join":
         return driver.join(number, _HOLD_SECONDS, body)
     if what == "alive":
@@ -105,21 +154,93 @@ def _handle_report(
     return {}
 
 
+class DriverAddress:
+    """Where a process finds its driver.
+
+    Under agents another driver may replace the first: if the driver does not respond, the address
+    is read again from the driver's file.
+
+    Attributes:
+        place: address and port of the driver's HTTP server.
+        timeout: seconds for which the driver may be away; None: it cannot be replaced.
+    """
+
+    def __init__(self, address: str, port: int, env: Mapping[str, str] = os.environ) -> None:
+        self.place = address, port
+        file = env.get(FILE_VARIABLE)
+        self._run = Path(file).parent if file else None
+        self.timeout = float(env.get(TIMEOUT_VARIABLE, "60")) if file else None
+
+    def __str__(self) -> str:
+        return "{}:{}".format(*self.place)
+
+    def ask(
+        self, what: str, number: int, body: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
+        """Send a request to the driver, or to the driver that has replaced it; see `ask`."""
+        seconds = _REPLY_SECONDS if self._run is None else _FOLLOW_SECONDS
+        try:
+            return ask(*self.place, what, number, body, seconds)
+        except OSError:
+            if not self.follow():
+                raise
+            return ask(*self.place, what, number, body, seconds)
+
+    def follow(self) -> bool:
+        """Adopt the address of a driver that has replaced this one; return whether there is one."""
+        if self._run is None:
+            return False
+        try:
+            found = driver_file.read(self._run)
+        except (OSError, UserError):
+            return False
+        if found is None or not found.rendezvous:
+            return False
+        address, port = self.place
+        if port == found.rendezvous and address in found.addresses:
+            return False
+        for address in found.addresses:
+            if _connects(address, found.rendezvous):
+                self.place = address, found.rendezvous
+                return True
+        return False
+
+    def reachable(self) -> bool:
+        """Whether the driver, or one that has replaced it, accepts connections."""
+        return _connects(*self.place) or self.follow()
+
+
+def _connects(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=_PROBE_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
 def ask(
-    address: str, port: int, what: str, number: int, body: dict[str, Any] | None = None
+    address: str,
+    port: int,
+    what: str,
+    number: int,
+    body: dict[str, Any] | None = None,
+    connect_seconds: float = _REPLY_SECONDS,
 ) -> dict[str, Any] | None:
     """Send a request to the driver; return its answer, or None if it has none yet.
 
     Args:
         body: JSON body of a POST; None: send a GET.
+        connect_seconds: limit of the time to connect.
 
     Raises:
         OSError: the driver does not respond at all, or rejects the request.
     """
     from horovod.runner.common.util import secret
 
-    connection = http.client.HTTPConnection(address, port, timeout=_REPLY_SECONDS)
+    connection = http.client.HTTPConnection(address, port, timeout=connect_seconds)
     try:
+        connection.connect()
+        connection.sock.settimeout(_REPLY_SECONDS)
         path = f"/{what}/{number}"
         method, text = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
         key = os.environ.get(secret.RENDEZVOUS_SECRET)

@@ -124,6 +124,23 @@ class StepFailures:
         self._step, self._times = -1, 0
         self.reason = ""
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "errors": {str(step): times for step, times in self._errors.items()},
+            "step": self._step,
+            "times": self._times,
+            "reason": self.reason,
+        }
+
+    @classmethod
+    def of_json(cls, fields: dict[str, Any]) -> StepFailures:
+        """Build the counts from the output of `as_json`."""
+        counts = cls()
+        counts._errors.update({int(step): times for step, times in fields["errors"].items()})
+        counts._step, counts._times = int(fields["step"]), int(fields["times"])
+        counts.reason = str(fields["reason"])
+        return counts
+
     def count_error(self, step: int, message: str) -> None:
         """Count an error that a process raised in this step."""
         self._errors[step] += 1

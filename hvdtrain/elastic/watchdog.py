@@ -24,7 +24,6 @@ import faulthandler
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -37,7 +36,7 @@ from pathlib import Path
 import psutil
 
 from hvdtrain.elastic.heartbeats import HeartbeatSender
-from hvdtrain.elastic.rendezvous import ask
+from hvdtrain.elastic.rendezvous import DriverAddress
 from hvdtrain.log import logger
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 from hvdtrain.runtime.work import IDLE_TICKS, WATCHDOG, threads_named, work
@@ -129,11 +128,17 @@ class HangDetector:
     Args:
         hang_seconds: 0 = a rank that is not stopped is never classified as hung.
         reachable: whether the launcher responds; None without an elastic launcher.
+        unreachable_seconds: for which the launcher may be unreachable; None: 6.
     """
 
-    def __init__(self, hang_seconds: float, reachable: Callable[[], bool] | None) -> None:
+    def __init__(
+        self,
+        hang_seconds: float,
+        reachable: Callable[[], bool] | None,
+        unreachable_seconds: float | None = None,
+    ) -> None:
         self._hang_seconds = hang_seconds
-        self._reachable = reachable
+        self._reachable, self._unreachable_seconds = reachable, unreachable_seconds
         self._clock = clock = Clock()
         self._stopped, self._orphan, self._cut_off = Timer(clock), Timer(clock), Timer(clock)
         self._no_beat, self._idle = Timer(clock), Timer(clock)
@@ -156,9 +161,10 @@ class HangDetector:
             return f"stopped for {_STOPPED_SECONDS:.0f} s"
         if self._orphan.seconds(orphan) > _ORPHAN_SECONDS:
             return "its launcher is gone"
+        limit = self._unreachable_seconds or _UNREACHABLE_SECONDS
         asking = activity == Activity.RENDEZVOUS and self._reachable is not None
-        if self._cut_off.seconds(asking and not self._reachable()) > _UNREACHABLE_SECONDS:  # type: ignore[misc]
-            return f"its launcher was not reached for {_UNREACHABLE_SECONDS:.0f} s"
+        if self._cut_off.seconds(asking and not self._reachable()) > limit:  # type: ignore[misc]
+            return f"its launcher was not reached for {limit:.0f} s"
         checked = activity in _IDLE_FACTORS and self._hang_seconds > 0
         same = checked and beats == self._seen[0]
         worked = abs(work - self._seen[1])
@@ -191,9 +197,14 @@ def _main(arguments: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     if len(arguments) <= 6:
         return _watch(arguments)
-    address, _, port = arguments[4].rpartition(":")
-    line = HeartbeatSender(address, int(port), *map(int, arguments[5:]))
-    notify = partial(ask, address, int(port), "alive", line.number, {})
+    driver = _driver(arguments[4])
+    assert driver is not None
+    line = HeartbeatSender(driver, *map(int, arguments[5:]))
+
+    def notify() -> None:
+        driver.follow()  # before a request waits for a host that is gone
+        driver.ask("alive", line.number, {})
+
     threading.Thread(target=line.beat_forever, args=(notify,), daemon=True).start()
     try:
         return _watch(arguments)
@@ -203,9 +214,11 @@ def _main(arguments: list[str]) -> int:
 
 def _watch(arguments: list[str]) -> int:
     rank, parent, descriptor = map(int, arguments[:3])
-    hang_seconds, launcher, number = float(arguments[3]), arguments[4], int(arguments[5])
+    hang_seconds, number = float(arguments[3]), int(arguments[5])
+    driver = _driver(arguments[4])
     heartbeat = Heartbeat(descriptor)
-    detector = HangDetector(hang_seconds, (lambda: _reachable(launcher)) if launcher else None)
+    reachable, limit = (driver.reachable, driver.timeout) if driver else (None, None)
+    detector = HangDetector(hang_seconds, reachable, limit)
     stacks: Path | None = None
     ticks = -1.0
     os.set_blocking(0, False)
@@ -235,7 +248,7 @@ def _watch(arguments: list[str]) -> int:
                 process,
                 f"{reason}, while {activity.name}",
                 stacks,
-                LauncherAddress(launcher, number),
+                LauncherClient(driver, number),
             )
             os._exit(0)  # a thread of this process may hang with the rank
 
@@ -248,13 +261,9 @@ def _read_without_waiting() -> bytes | None:
         return None
 
 
-def _reachable(launcher: str) -> bool:
+def _driver(launcher: str) -> DriverAddress | None:
     address, _, port = launcher.rpartition(":")
-    try:
-        with socket.create_connection((address, int(port)), timeout=1.0):
-            return True
-    except OSError:
-        return False
+    return DriverAddress(address, int(port)) if port else None
 
 
 # Handling of a hung rank by its watchdog: report to the launcher, write stacks, kill.
@@ -267,20 +276,18 @@ _KILL_SECONDS = 2.0  # the kernel needs less if it can end the process at all
 _NOTIFY_SECONDS = 20.0
 
 
-class LauncherAddress:
-    """Client of the elastic launcher in a watchdog; does nothing if `address` is ""."""
+class LauncherClient:
+    """Client of the elastic launcher in a watchdog; does nothing without one."""
 
-    def __init__(self, address: str, number: int) -> None:
-        self._host, _, port = address.rpartition(":")
-        self._port = int(port or 0)
-        self._number = number
+    def __init__(self, driver: DriverAddress | None, number: int) -> None:
+        self._driver, self._number = driver, number
 
     def notify(self, what: str, message: str, seconds: float) -> None:
         """Send a message; retry for `seconds`."""
         deadline = time.monotonic() + seconds
-        while self._port:
+        while self._driver is not None:
             try:
-                ask(self._host, self._port, what, self._number, {"message": message})
+                self._driver.ask(what, self._number, {"message": message})
                 return
             except OSError:
                 if time.monotonic() > deadline:
@@ -289,7 +296,7 @@ class LauncherAddress:
 
 
 def end(
-    process: psutil.Process, reason: str, stacks: Path | None, launcher: LauncherAddress
+    process: psutil.Process, reason: str, stacks: Path | None, launcher: LauncherClient
 ) -> None:
     """Write to `stacks` where the rank hangs, as far as that is visible, and kill the rank."""
     launcher.notify("failed", f"killed by its watchdog: {reason}", 0.0)

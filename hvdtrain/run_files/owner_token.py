@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdtrain.untrusted import checked, read_json
 
 _BYTES = 512  # constant size, written in place: works on a full disk, too
+LAUNCH = ".launch."  # prefix of the token of the process that supervises the run
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,11 @@ def write(path: Path, token: Token) -> None:
         os.pwrite(file, content.encode(), 0)
     finally:
         os.close(file)
+
+
+def now() -> float:
+    """Time in seconds, including time in which the host was suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def boot() -> str:

@@ -32,11 +32,12 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from hvdtrain.errors import EXIT_CRASH, UserError, crash
+from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError, crash
 from hvdtrain.files import FileLock
 from hvdtrain.log import logger
-from hvdtrain.run_files.owner_token import Claim, Token, boot, moved, read, who, write
+from hvdtrain.run_files.owner_token import Claim, Token, boot, moved, now, read, who, write
 from hvdtrain.runtime import heartbeat
 
 BEAT_SECONDS = 2.0
@@ -44,6 +45,26 @@ STALE_SECONDS = 12.0
 # The same if this process got the lock that the owner on another host had: either locks are shared
 # by all hosts, so the owner is dead, or each host has its own locks.
 SHORT_STALE_SECONDS = 5.0
+
+
+class TokenPace(NamedTuple):
+    """How often an owner renews its token, and when others take an unchanged token over.
+
+    Args:
+        beat: seconds between heartbeats.
+        stale, short_stale: see STALE_SECONDS and SHORT_STALE_SECONDS.
+        lease: the owner exits when it has not renewed the token for `stale` seconds of its own
+            time, and a check counts only if the token was written, too. Exit code 75: another
+            process continues its job.
+    """
+
+    beat: float = BEAT_SECONDS
+    stale: float = STALE_SECONDS
+    short_stale: float = SHORT_STALE_SECONDS
+    lease: bool = False
+
+
+NORMAL_PACE = TokenPace()
 # For two processes that find the run free at the same time, without a lock: the later token wins.
 _SETTLE_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
@@ -57,6 +78,7 @@ class Ownership:
         directory: the run directory.
         name: prefix of the two files, before "owner" and "lock".
         busy: error message for a process that finds the run owned.
+        pace: of the heartbeats.
 
     Attributes:
         failures: how often the token could not be written.
@@ -67,8 +89,10 @@ class Ownership:
         directory: Path,
         name: str = ".",
         busy: str = "another process trains this run; wait for it",
+        pace: TokenPace = NORMAL_PACE,
     ) -> None:
         self.directory = directory
+        self._pace = pace
         self._busy = busy
         self.failures = 0
         self._token_path = directory / f"{name}owner"
@@ -76,7 +100,7 @@ class Ownership:
         self._mine: Token | None = None
         self._before: str | None = None  # the previous owner, after a take-over
         self._seen: Token | None = None
-        self._seen_at = _now()  # time of the token's last observed change
+        self._seen_at = now()  # time of the token's last observed change
         self._looked_at = -1.0  # time of the last check that found this process as the owner
         self._failed = False
         self._wake = threading.Event()
@@ -84,10 +108,17 @@ class Ownership:
         self._released = False
         self._thread: threading.Thread | None = None
 
-    def look(self) -> None:
-        """Read the token now, so that the time without heartbeats counts from here."""
+    def look(self, known: Token | None = None, since: float = 0.0) -> None:
+        """Read the token now, so that the time without heartbeats counts from here.
+
+        Args:
+            known: the token that another process of this host read at the time `since` (`now`): if
+                it is unchanged, the time counts from then.
+        """
         with suppress(OSError):
             self._note(read(self._token_path))
+            if known is not None and self._seen == known:
+                self._seen_at = min(self._seen_at, since)
 
     def acquire(self, claim: Claim, tolerate_errors: bool = False) -> None:
         """Create the directory, and own the run until `release` or the end of the process.
@@ -120,9 +151,11 @@ class Ownership:
                     raise
                 self._report(error)
         self._mine = own
-        self._looked_at = _now()
+        self._looked_at = now()
         self._thread = threading.Thread(target=self._beat_on, name="owner", daemon=True)
         self._thread.start()
+        if self._pace.lease:
+            threading.Thread(target=self._end_without_lease, name="lease", daemon=True).start()
 
     def held(self, seconds: float = 0.0) -> bool:
         """Whether this process may write: a recent check has found that it still owns the run.
@@ -132,11 +165,11 @@ class Ownership:
         """
         if self._thread is None:
             return True  # `acquire` was never called
-        deadline = _now() + seconds
+        deadline = now() + seconds
         with self._looked:
-            while not self._released and _now() - self._looked_at > 2 * BEAT_SECONDS:
+            while not self._released and now() - self._looked_at > 2 * self._pace.beat:
                 self._wake.set()
-                if not self._looked.wait(max(0.0, deadline - _now())) and _now() >= deadline:
+                if not self._looked.wait(max(0.0, deadline - now())) and now() >= deadline:
                     return False
         return not self._released
 
@@ -169,7 +202,7 @@ class Ownership:
         self._lock.attempt()
 
     def _wait_until_free(self, own: Token) -> None:
-        began, looked, logged = _now(), False, False
+        began, looked, logged = now(), False, False
         while True:
             has_locks = self._lock.attempt()
             before, token = self._seen, read(self._token_path)
@@ -184,7 +217,7 @@ class Ownership:
             if looked and moved(before, token):
                 raise self._taken(token)
             stale_after = self._stale_after(own, token, has_locks)
-            if _now() - (self._seen_at if token is not None else began) >= stale_after:
+            if now() - (self._seen_at if token is not None else began) >= stale_after:
                 if token is None:
                     raise self._taken(None)  # the lock is the only sign of its owner
                 if not token.ended:
@@ -195,7 +228,7 @@ class Ownership:
                     )
                     self._before = token.owner
                 return
-            waits = _now() - began > 2 * BEAT_SECONDS
+            waits = now() - began > 2 * self._pace.beat
             if waits and not logged and token is not None and not token.ended:
                 logger.warning(
                     "%s belongs to %s: it is taken over unless a heartbeat arrives within %.0f s",
@@ -212,14 +245,14 @@ class Ownership:
         """How long the token must have been unchanged, in seconds."""
         if token is not None and token.ended:
             # The holder of the lock may be dead, or about to write its token.
-            return SHORT_STALE_SECONDS if has_locks and not self._lock.held else 0.0
+            return self._pace.short_stale if has_locks and not self._lock.held else 0.0
         if token is None or not (self._lock.held and token.locked):
-            return STALE_SECONDS
-        return 0.0 if token.boot == own.boot else SHORT_STALE_SECONDS
+            return self._pace.stale
+        return 0.0 if token.boot == own.boot else self._pace.short_stale
 
     def _note(self, token: Token | None) -> None:
         if token != self._seen:
-            self._seen, self._seen_at = token, _now()
+            self._seen, self._seen_at = token, now()
 
     def _settle(self, own: Token) -> None:
         if self._lock.held or (self._seen is not None and self._seen.job == own.job):
@@ -237,7 +270,7 @@ class Ownership:
 
     def _beat_on(self) -> None:
         while True:
-            self._wake.wait(BEAT_SECONDS)
+            self._wake.wait(self._pace.beat)
             if self._released:
                 return
             self._wake.clear()
@@ -249,15 +282,35 @@ class Ownership:
 
     def _beat(self) -> None:
         assert self._mine is not None
-        began, token = _now(), read(self._token_path)
+        began, token = now(), read(self._token_path)
         if token is not None and not self._is_mine(token):
             self._lose(token)
-        with self._looked:
-            self._looked_at = began
-            self._looked.notify_all()
+        if not self._pace.lease:
+            self._note_check(began)
         self._prepare(self._mine)  # the previous holder of the lock may have exited
         self._mine = replace(self._mine, beats=self._mine.beats + 1)
         self._write(self._mine)
+        if self._pace.lease:
+            self._note_check(began)
+
+    def _note_check(self, began: float) -> None:
+        with self._looked:
+            self._looked_at = began
+            self._looked.notify_all()
+
+    def _end_without_lease(self) -> None:
+        """Exit when the token cannot be renewed: another process may own the run."""
+        unsure, began = 0.0, now()
+        while not self._released:
+            time.sleep(_LOOK_SECONDS)
+            # Time in which this process was suspended does not count: it checks the token first.
+            passed, began = min(now() - began, 2 * _LOOK_SECONDS), now()
+            unsure = 0.0 if self.held() else unsure + passed
+            if unsure > self._pace.stale - 2 * self._pace.beat:
+                self._exit(
+                    f"{self._token_path} could not be renewed for {self._pace.stale:.0f} s, so "
+                    "another process may have taken over: this process exits"
+                )
 
     def _is_mine(self, token: Token) -> bool:
         assert self._mine is not None
@@ -269,14 +322,16 @@ class Ownership:
     def _lose(self, token: Token) -> None:
         if self._released:
             return
-        # Exit at once, because other threads might write.
-        print(
-            f"hvdtrain: error: {self.directory} was taken over by {who(token)} while this process "
-            "was stopped or its disk did not respond: this process exits without writing",
-            file=sys.stderr,
-            flush=True,
+        self._exit(
+            f"{self.directory} was taken over by {who(token)} while this process was stopped or "
+            "its disk did not respond: this process exits without writing"
         )
-        os._exit(EXIT_CRASH)
+
+    def _exit(self, reason: str) -> None:
+        """Exit at once, because other threads might write."""
+        with suppress(OSError):
+            print(f"hvdtrain: error: {reason}", file=sys.stderr, flush=True)
+        os._exit(EXIT_PREEMPTED if self._pace.lease else EXIT_CRASH)
 
     def _write(self, token: Token) -> None:
         write(self._token_path, replace(token, locked=self._lock.held))
@@ -290,11 +345,6 @@ class Ownership:
                 error.strerror,
             )
         self._failed = True
-
-
-def _now() -> float:
-    """Time in seconds, including time in which the host was suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _superseded(directory: Path, token: Token) -> UserError:

@@ -117,6 +117,11 @@ def launched_size(env: Mapping[str, str] = os.environ) -> int | None:
     return torch.size if torch else _first(env, "HOROVOD_SIZE", *_SIZES)
 
 
+def launched(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is a task of a launcher, also of pbsdsh, which does not count them."""
+    return launched_size(env) is not None or "PBS_NODENUM" in env
+
+
 def refuse_to_train_alone(env: Mapping[str, str] = os.environ) -> None:
     """Check that this process is the only one if its launcher cannot be served.
 

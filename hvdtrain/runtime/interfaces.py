@@ -34,6 +34,12 @@ def for_launcher(
     return environment, address or address_towards(hosts)
 
 
+def addresses_from(first: str) -> list[str]:
+    """Return all IPv4 addresses of this host, beginning with `first`."""
+    every = (address for all_ in addresses_by_interface().values() for address in all_)
+    return list(dict.fromkeys([first, *every]))
+
+
 def for_rank(launcher: str, env: MutableMapping[str, str] = os.environ) -> None:
     """Set the interface of this host for Gloo, and for NCCL unless it is already set.
 

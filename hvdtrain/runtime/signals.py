@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _PAIR_SECONDS = 1.0
 _LAUNCHER_SECONDS = 5.0
@@ -88,6 +88,7 @@ class StopFlag:
         self.raised_at: float | None = None
         self._counted_from: float | None = None  # time from which signals count as later ones
         self._ignored = False
+        self._before: dict[int, Any] = {}  # handlers that `install` has replaced
 
     @property
     def raised(self) -> bool:
@@ -106,8 +107,7 @@ class StopFlag:
 
     def install(self) -> None:
         """Install the handlers of both signals; call it in the main thread."""
-        for number in _SIGNALS:
-            signal.signal(number, self._handle)
+        self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         _replace_in_children(_SIGNALS, self._is_ours)
 
     def ignore(self) -> None:
@@ -115,6 +115,11 @@ class StopFlag:
         self._ignored = True
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+
+    def uninstall(self) -> None:
+        """Restore the handlers from before `install`, for a process that continues."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _is_ours(self, handler: object) -> bool:
         return handler == self._handle or (self._ignored and handler == signal.SIG_IGN)

@@ -17,6 +17,7 @@ The store has no authentication: who can connect to it can read the secret (docs
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import secrets
@@ -41,9 +42,6 @@ _TICK_SECONDS = 0.1
 _RESPONSE_SECONDS = 5.0
 _NOT_FOUND = 404
 _ANNOUNCED = "rendezvous"
-
-# What this process serves to the other ranks until it ends.
-_SERVED: list[object] = []
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,8 @@ def join(
     )
     if ranks.size > 1:
         rendezvous = _Rendezvous(env, ranks, stop)
-        _SERVED.append(rendezvous)
         rendezvous.join()
+        atexit.register(rendezvous.close)
 
 
 class _Rendezvous:
@@ -114,6 +112,10 @@ class _Rendezvous:
             HOROVOD_RENDEZVOUS_SECRET=announced["secret"],
         )
         interfaces.for_rank(towards_others(str(self._address), places), self._env)
+
+    def close(self) -> None:
+        """Close the store, which rank 0 may serve, at the end of the process."""
+        del self._store
 
     def _open_store(self) -> Store:
         port = int(self._env["MASTER_PORT"])

@@ -1,39 +1,52 @@
-"""Elastic run inside one allocation, without ssh: its launcher starts one task per host.
+"""Elastic run without ssh: something starts one task per host, such as a batch system's launcher.
 
-Each task is its host's agent. The first task is also the driver: it holds the run, writes
+Each task is its host's agent. A child of the first task is the driver: it holds the run, writes
 RUN/.driver.json for the agents, and runs the elastic driver, which starts ranks through them.
+
+Without a launcher, as in containers and pods, the tasks have no numbers: the same command is
+started on each host, and again after a failure. The task that gets the run is the driver; the
+others find that the run has a driver with their command, and become agents (`joins`).
+
+The driver holds the supervisor's token of the run (run_files/ownership.py) as a lease, and records
+the job in RUN/.driver-state.json before it starts a process or forms a generation. If the driver is
+gone, an agent starts another one (successor.py), which waits until the token is stale, adopts the
+job from that file and its processes from the agents, and publishes its address in RUN/.driver.json.
+A driver decides nothing while its lease is not known to be valid, and exits when another driver has
+the token, so two drivers never both form a generation.
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import signal
-import subprocess
+import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
-from horovod.runner.common.util.hosts import SlotInfo
-from horovod.runner.http.http_server import RendezvousServer
-
-from hvdtrain.agent import driver_file
+from hvdtrain.agent import driver_file, guard, protocol
+from hvdtrain.agent.agent import DRIVER_NAME
 from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.agent.hub import Hub, Slot
-from hvdtrain.agent.protocol import rendezvous_secret
+from hvdtrain.agent.output import RankOutput
+from hvdtrain.elastic import job_record
 from hvdtrain.elastic.driver import ElasticDriver
-from hvdtrain.elastic.rendezvous import RANKS
-from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
+from hvdtrain.elastic.job_record import JobRecord
+from hvdtrain.elastic.rendezvous import FILE_VARIABLE, TIMEOUT_VARIABLE, environment_of
+from hvdtrain.elastic.request_server import RequestServer
+from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_USER, UserError
+from hvdtrain.run_files import owner_token
 from hvdtrain.run_files.host_records import LAUNCH_VARIABLE
+from hvdtrain.run_files.owner_token import Token, who
+from hvdtrain.run_files.ownership import Ownership, TokenPace
 from hvdtrain.runtime import interfaces
-from hvdtrain.runtime.environment import launched_local_rank, launched_rank, launched_size
-from hvdtrain.runtime.machine import addresses_by_interface
+from hvdtrain.runtime.environment import launched, launched_local_rank, launched_rank, launched_size
 from hvdtrain.runtime.signals import handle
 from hvdtrain.supervise import run_progress
 from hvdtrain.untrusted import printable_lines
@@ -43,9 +56,19 @@ _GATHER_SECONDS = 15.0
 _LOOK_SECONDS = 0.1
 # A batch system sends signals in pairs, and to all tasks of a job.
 _PAIR_SECONDS = 1.0
-_AGENT_END_SECONDS = 15.0
-_OUTPUT_END_SECONDS = 5.0
-_WAITING_OUTPUT = 100_000  # pieces of output that wait for a slow terminal
+# A driver renews its token more often than other owners, so that its successor waits less.
+_LEASE = TokenPace(beat=0.5, lease=True)
+_SUCCESSOR_LEASE = TokenPace(beat=0.5, stale=3.0, short_stale=3.0, lease=True)
+_CHECK_SECONDS = 2.0  # waited for a check of the lease, at the end
+_RECORD_SECONDS = 2.0  # from a failed write of the record to the next attempt
+# A new driver waits so long for the next agent of the job; they look for it twice a second.
+_RETURN_SECONDS = 1.5
+# A task that starts while its job has no driver waits so long for an agent to replace the driver:
+# the ranks of the agent have newer steps than the checkpoint. And so long for a driver that has
+# just got the run to write its file.
+_REPLACED_SECONDS = 8.0
+_WRITTEN_SECONDS = 3.0
+_JOINS = 254  # exit code of a driver's process that found another driver to join
 
 
 @dataclass(frozen=True)
@@ -59,6 +82,7 @@ class AllocationRun:
         driver_timeout: `elastic.driver_timeout`
         train: argv of a rank
         run: run directory, absolute
+        tls: encrypt the connections of agents
     """
 
     min_np: int
@@ -68,6 +92,7 @@ class AllocationRun:
     driver_timeout: float
     train: Sequence[str]
     run: Path
+    tls: bool = False
 
 
 class HostTask(NamedTuple):
@@ -100,128 +125,283 @@ def this_task(env: Mapping[str, str] = os.environ) -> HostTask:
     return HostTask(0, 1)
 
 
-def become_agent(plan: AllocationRun) -> NoReturn:
-    """Replace this process by the agent of this host."""
-    argv = _agent_command(plan)
-    os.execv(argv[0], argv)
+def run_first_task(plan: AllocationRun, hosts: int) -> int:
+    """Fork the driver; become the agent of this host when the driver has the run.
+
+    If the driver is killed later, the task and its exit code remain.
+
+    Args:
+        hosts: number of tasks that the launcher started.
+
+    Returns:
+        The exit code of the driver in that process, or if it cannot begin the run.
+    """
+    wait_end, ready_end = os.pipe()
+    task, driver = os.getpid(), os.fork()
+    if driver == 0:
+        os.close(wait_end)
+        guard.set_name(DRIVER_NAME)
+        guard.end_with(task)
+        try:
+            return AllocationDriver(plan, hosts).run(ready_end)
+        except UserError:
+            if joins(plan, _WRITTEN_SECONDS):  # a task on another host was faster
+                os._exit(_JOINS)
+            raise
+    os.close(ready_end)
+    for number in guard.SIGNALS:
+        handle(number, lambda number, _: os.kill(driver, number))
+    if os.read(wait_end, 1):
+        become_agent(plan, driver)
+    code = os.waitstatus_to_exitcode(os.waitpid(driver, 0)[1])
+    if code == _JOINS:
+        become_agent(plan)
+    return code if code >= 0 else 128 - code
 
 
-def _agent_command(plan: AllocationRun) -> list[str]:
+def joins(plan: AllocationRun, patience: float = 0.0) -> bool:
+    """Whether this task is the agent of a job with the same command that another task drives.
+
+    Waits up to _REPLACED_SECONDS if such a job has no driver now. A launcher's task never joins:
+    its number says what it is.
+
+    Args:
+        patience: seconds to wait for the file of a driver that has just got the run.
+
+    Raises:
+        UserError: the driver's file must not be trusted.
+    """
+    if launched():
+        return False
+    path = plan.run / f"{owner_token.LAUNCH}owner"
+    command, began, first = driver_file.command_digest(plan.train), time.monotonic(), None
+    while (passed := time.monotonic() - began) < _REPLACED_SECONDS:
+        try:
+            found, token = driver_file.read(plan.run), owner_token.read(path)
+        except OSError:
+            return False
+        ours = found is not None and (found.launch, found.command) == ("", command)
+        if ours and found is not None and found.exit_code is None:
+            if token is not None and first is not None and token != first and not token.ended:
+                _say(f"{who(token)} drives this run: this process is the agent of its host")
+                return True
+        elif passed >= patience:
+            return False
+        first = first or token
+        time.sleep(_LOOK_SECONDS)
+    return False
+
+
+def become_agent(plan: AllocationRun, driver: int | None = None) -> NoReturn:
+    """Replace this process by the agent of this host; `driver`: pid of a child."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, guard.SIGNALS)  # until the agent handles them
     argv = [sys.executable, "-m", "hvdtrain.cli", "agent", "--run", str(plan.run)]
     argv += ["--wait", str(plan.wait)]
-    return [*argv, "--slots", str(plan.slots)] if plan.slots else argv
-
-
-# --- output of the ranks ----------------------------------------------------------------------
-
-
-class _Output:
-    """Prints the ranks' output in a thread: a terminal that is stopped must not stop the driver."""
-
-    def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[str, str] | None] = queue.Queue(_WAITING_OUTPUT)
-        self._thread = threading.Thread(target=self._print, name="output", daemon=True)
-        self._thread.start()
-
-    def put(self, number: int, stream: str, text: str) -> None:
-        """Print lines as `hvdtrain launch` does: a rank's name precedes lines without one."""
-        lines = []
-        for line in text.splitlines(keepends=True):
-            named = number == 0 or (stream == "stderr" and line.startswith("hvdtrain: "))
-            lines.append(line if named else f"[{number}]<{stream}>:{line}")
-        with suppress(queue.Full):
-            self._queue.put_nowait((stream, "".join(lines)))
-
-    def end(self) -> None:
-        with suppress(queue.Full):
-            self._queue.put_nowait(None)
-        self._thread.join(_OUTPUT_END_SECONDS)
-
-    def _print(self) -> None:
-        while (item := self._queue.get()) is not None:
-            stream, text = item
-            with suppress(OSError, ValueError):  # the reader is gone: training continues
-                target = sys.stdout if stream == "stdout" else sys.stderr
-                target.write(text)
-                target.flush()
+    argv += ["--slots", str(plan.slots)] if plan.slots else []
+    argv += ["--driver", str(driver)] if driver is not None else []
+    os.execv(argv[0], argv)
 
 
 # --- driver -----------------------------------------------------------------------------------
 
 
 class AllocationDriver:
-    """The driver of a run in an allocation, in its first task."""
+    """The driver of a run in an allocation."""
 
     def __init__(self, plan: AllocationRun, hosts: int) -> None:
         """`hosts`: number of tasks that the launcher started."""
         self._plan, self._expected = plan, hosts
-        self._output = _Output()
+        self._hub: Hub | None = None
+        self._lease: Ownership | None = None
+        self._output = RankOutput(_prefix)
         self._driver: ElasticDriver | None = None
         self._signals: dict[str, float] = {}  # its receiver -> time of the first signal
         self._killed_by: int | None = None
         self._signal_lock = threading.RLock()
+        # A record that could not be written, and when the next attempt is due.
+        self._unrecorded: tuple[JobRecord | None, float] | None = None
 
-    def run(self) -> int:
+    def run(self, ready: int) -> int:
         """Run the job; return its exit code, with which all agents exit.
+
+        Args:
+            ready: descriptor to which a byte is written when agents can connect.
 
         Raises:
             UserError: another process supervises the run, or its directory cannot be written.
         """
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in guard.SIGNALS:
             handle(number, self._on_own_signal)
-        plan, code = self._plan, EXIT_CRASH
-        with run_progress.hold(plan.run):
-            content = DriverFile([], 0, driver_file.new_secret(), driver_file.launch_identity())
-            hub = Hub(
-                content.key,
-                plan.driver_timeout,
-                plan.train,
-                os.getcwd(),
-                self._output.put,
-                self._on_signal,
-                _say,
+        with run_progress.hold(self._plan.run, _LEASE) as lease:
+            driver_file.remove_state(self._plan.run)  # of an earlier job
+            content = DriverFile(
+                addresses=[],
+                port=0,
+                secret=driver_file.new_secret(),
+                launch=driver_file.launch_identity(),
+                command=driver_file.command_digest(self._plan.train),
             )
-            _, address = interfaces.for_launcher(None, os.environ, [])
-            every = [a for all_ in addresses_by_interface().values() for a in all_]
-            addresses = list(dict.fromkeys([address, *every]))
-            content = replace(content, addresses=addresses, port=hub.port)
-            _write(plan.run, content)
-            agent = subprocess.Popen(_agent_command(plan), stdin=subprocess.DEVNULL)
-            try:
-                code = self._drive(hub, content.key, agent)
-            finally:
+            return self._serve(lease, content, None, ready)
+
+    def take_over(self, known: Token, since: float) -> int:
+        """Continue the job of a driver that is gone; return its exit code.
+
+        Args:
+            known, since: the driver's token, and since when it has not changed.
+
+        Raises:
+            UserError: the driver is alive, or another one has replaced it.
+        """
+        run = self._plan.run
+        with run_progress.hold(run, _SUCCESSOR_LEASE, known, since) as lease:
+            # Read again: only now can no other driver change them.
+            content, state = driver_file.read(run), driver_file.read_state(run)
+            if content is None or state is None or content.exit_code is not None:
+                raise UserError(f"{run}: the job has ended")
+            for number in guard.SIGNALS:
+                handle(number, self._on_own_signal)
+            _say(f"{socket.gethostname()} has the driver now: {who(known)} does not respond")
+            job = state["job"]
+            return self._serve(lease, content, None if job is None else job_record.parse(job))
+
+    def _serve(
+        self,
+        lease: Ownership,
+        content: DriverFile,
+        found: JobRecord | None,
+        ready: int | None = None,
+    ) -> int:
+        """Drive the job to its end; `found`: what another driver has started, or None."""
+        plan, code = self._plan, EXIT_CRASH
+        tls, certificate = protocol.new_certificate() if plan.tls else (None, "")
+        hub = self._hub = Hub(
+            content.key,
+            plan.driver_timeout,
+            plan.train,
+            os.getcwd(),
+            self._output.put,
+            self._on_signal,
+            _say,
+            tls,
+        )
+        hub.on_leave(self._on_leave)
+        _, address = interfaces.for_launcher(None, os.environ, [])
+        content = replace(
+            content,
+            addresses=interfaces.addresses_from(address),
+            port=hub.port,
+            rendezvous=0,
+            certificate=certificate,
+        )
+        self._lease = lease
+        try:
+            if found is None:
+                self._record(None)
+                _write(plan.run, content)
+            if ready is not None:
+                os.write(ready, b"1")
+                os.close(ready)
+            code = self._drive(hub, content, found, lease)
+        finally:
+            if lease.held(_CHECK_SECONDS):
                 with suppress(OSError):
                     driver_file.write(plan.run, replace(content, secret="", exit_code=code))
-                hub.finish(code)
-                _await(agent)
-                self._output.end()
+                    driver_file.remove_state(plan.run)
+            hub.finish(code)
+            self._output.end()
         return code
 
-    def _drive(self, hub: Hub, secret: bytes, agent: subprocess.Popen[bytes]) -> int:
+    def _drive(
+        self,
+        hub: Hub,
+        content: DriverFile,
+        found: JobRecord | None,
+        lease: Ownership,
+    ) -> int:
         plan = self._plan
-        code = self._wait_for_agents(hub, agent)
-        if code is not None:
+        if found is not None:
+            hub.adopt(found.hosts, job_record.live(found), lambda *end: driver.exited(*end))
+            hub.set_order(*_order(found))
+        elif (code := self._wait_for_agents(hub)) is not None:
             return code
         os.environ[LAUNCH_VARIABLE] = str(plan.run)  # the driver records what it shows about hosts
-        rendezvous = RendezvousServer(0, rendezvous_secret(secret))
+        rendezvous = RequestServer(protocol.rendezvous_secret(content.key))
         driver = ElasticDriver(
             rendezvous, hub, plan.min_np, plan.max_np, timeout=max(1, round(plan.wait))
         )
+        ready = threading.Event()
+        driver.may_act = lambda: ready.is_set() and self._may_act(hub, driver)
+        driver.record = self._record
         hub.on_hosts(driver.discover)
-        port = rendezvous.start(driver.create_rendezvous_handler())
-        hub.on_start(lambda slot, address: _environment(slot, address, port))
-        driver.wait_for_available_slots(plan.min_np)
-        slots = sum(hub.find_available_hosts_and_slots().values())
-        driver.start_with(hub, min(slots, plan.max_np or slots))
+        hub.on_isolation(_step_down)
+        driver.on_answers = rendezvous.answer
+        port = rendezvous.start(driver)
+        hub.on_start(lambda slot, address: _environment(slot, address, port, plan))
+        content = replace(content, rendezvous=port)
+        if found is None:
+            _write(plan.run, content)
+            driver.wait_for_available_slots(plan.min_np)
+            slots = sum(hub.find_available_hosts_and_slots().values())
+            driver.start(hub, min(slots, plan.max_np or slots))
+        else:
+            driver.take_over(hub, found)
+            _write(plan.run, content)  # agents and ranks connect from here on
+            hub.give_up_missing(_RETURN_SECONDS)
+        ready.set()
+        driver.discover()
         with self._signal_lock:
             self._driver = driver
             if self._signals:
                 self._stop()
-        ((code, _),) = driver.get_results().worker_results.values()
+        code = driver.wait()
         driver.stop()
         return code
 
-    def _wait_for_agents(self, hub: Hub, agent: subprocess.Popen[bytes]) -> int | None:
+    def _may_act(self, hub: Hub, driver: ElasticDriver) -> bool:
+        """Return whether the lease is valid; step down if no host with the run's state responds."""
+        assert self._lease is not None
+        if not self._lease.held():
+            return False
+        if hub.lost_ranks and not driver.has_state():
+            _step_down()
+        if self._unrecorded is not None and time.monotonic() > self._unrecorded[1]:
+            self._record(self._unrecorded[0])
+        return True
+
+    def _record(self, job: JobRecord | None) -> None:
+        """Write what another driver needs, which otherwise cannot replace this one.
+
+        Returns only while the lease is valid, however long the disk takes.
+
+        Args:
+            job: None: no process has been started.
+        """
+        assert self._hub is not None and self._lease is not None
+        state = {
+            "directory": os.getcwd(),
+            "plan": asdict(self._plan) | {"run": str(self._plan.run)},
+            "hosts": self._expected,
+            "job": None if job is None else asdict(job),
+        }
+        try:
+            driver_file.write_state(self._plan.run, state)
+        except OSError as error:
+            if self._unrecorded is None:
+                _say(f"{self._plan.run / driver_file.STATE_NAME} cannot be written "
+                     f"({error.strerror}): this driver cannot be replaced")  # fmt: skip
+            self._unrecorded = job, time.monotonic() + _RECORD_SECONDS
+            with suppress(OSError):
+                driver_file.remove_state(self._plan.run)  # it is out of date
+            self._hub.set_order(None)
+        else:
+            if self._unrecorded is not None:
+                _say("another host can replace this driver again")
+            self._unrecorded = None
+            self._hub.set_order(*_order(job))
+        while not self._lease.held(_LOOK_SECONDS):
+            pass  # this process exits if that lasts (run_files/ownership.py)
+
+    def _wait_for_agents(self, hub: Hub) -> int | None:
         """Wait for all hosts, or for enough of them; return the exit code if the job ends here."""
         plan, began = self._plan, time.monotonic()
 
@@ -233,8 +413,8 @@ class AllocationDriver:
         while not hub.wait_for(enough, _LOOK_SECONDS):
             if self._signals:
                 return EXIT_PREEMPTED  # nothing has begun
-            if agent.poll() is not None:
-                return agent.returncode or EXIT_CRASH  # it has said why
+            if hub.misplaced:
+                return EXIT_USER  # its agent says why
             if time.monotonic() - began > plan.wait:
                 found = sum(hub.find_available_hosts_and_slots().values())
                 _say(f"giving up: after {plan.wait:.0f} s the agents have {found} slots, and "
@@ -260,6 +440,12 @@ class AllocationDriver:
                 self._killed_by = number
             self._stop()
 
+    def _on_leave(self, host: str, processes: Sequence[int]) -> None:
+        with self._signal_lock:
+            if self._driver is not None:
+                for number in processes:
+                    self._driver.leave(number, "its agent is asked to end")
+
     def _stop(self) -> None:
         if self._driver is None:
             return
@@ -269,19 +455,39 @@ class AllocationDriver:
             self._driver.request_stop()
 
 
-def _environment(slot: Slot, address: str, port: int) -> dict[str, str]:
-    """Return the variables by which a process finds the driver."""
-    assert isinstance(slot, SlotInfo)
-    numbers = {f"HOROVOD_{name.upper()}": str(getattr(slot, name)) for name in RANKS}
-    return numbers | {
-        "HOROVOD_HOSTNAME": slot.hostname,
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_ELASTIC": "1",
-        "PYTHONUNBUFFERED": "1",
+def _order(job: JobRecord | None) -> tuple[list[str], dict[str, list[int]] | None]:
+    """Return the arguments of `Hub.set_order`: the hosts with ranks first, this one last."""
+    ranks: dict[str, list[int]] = {}
+    for process in job.processes if job is not None else ():
+        if process["state"] == "running":
+            ranks.setdefault(process["host"], []).append(process["number"])
+    own = socket.gethostname()
+    every = dict.fromkeys([*ranks, *(job.hosts if job is not None else ())])
+    return sorted(every, key=lambda host: host == own), ranks or None
+
+
+def _step_down() -> None:
+    """Exit because this host may be cut off from all ranks.
+
+    Their agents then start a driver in their part of the network. If their hosts are dead, this
+    host's agent starts a driver later.
+    """
+    _say("no host with the state of the run responds: another host may replace this driver")
+    os._exit(EXIT_PREEMPTED)
+
+
+def _environment(slot: Slot, address: str, port: int, plan: AllocationRun) -> dict[str, str]:
+    """Return the variables by which a process finds the driver, and another one after it."""
+    return environment_of(slot, address, port) | {
+        FILE_VARIABLE: str(plan.run / driver_file.NAME),
+        TIMEOUT_VARIABLE: str(plan.driver_timeout),
     }
+
+
+def _prefix(number: int, stream: str, line: str) -> str:
+    """Return a rank's name for lines without one, as `hvdtrain launch` does with hosts."""
+    named = number == 0 or (stream == "stderr" and line.startswith("hvdtrain: "))
+    return "" if named else f"[{number}]<{stream}>:"
 
 
 def _write(run: Path, content: DriverFile) -> None:
@@ -289,14 +495,6 @@ def _write(run: Path, content: DriverFile) -> None:
         driver_file.write(run, content)
     except OSError as error:
         raise UserError(f"{run / driver_file.NAME} cannot be written: {error.strerror}") from None
-
-
-def _await(agent: subprocess.Popen[bytes]) -> None:
-    """Wait for this host's agent, which ends with the job."""
-    try:
-        agent.wait(_AGENT_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        agent.kill()
 
 
 def _say(message: str) -> None:

@@ -39,10 +39,12 @@ class RestartPolicy:
     Args:
         max_restarts: restarts allowed without progress.
         step: the run's most advanced step so far.
+        steps_known: False for a script whose steps and exit codes are its own: only 0 is final, and
+            2 at the first start; there is no progress.
     """
 
-    def __init__(self, max_restarts: int, step: int) -> None:
-        self._max_restarts = max_restarts
+    def __init__(self, max_restarts: int, step: int, steps_known: bool = True) -> None:
+        self._max_restarts, self._steps_known = max_restarts, steps_known
         self._furthest = step
         self._progressed = False
         self._without_progress = 0
@@ -59,6 +61,10 @@ class RestartPolicy:
         """
         if step > self._furthest:
             self._furthest, self._progressed, self._without_progress = step, True, 0
+        if not self._steps_known:
+            if code == EXIT_USER and not self._without_progress:
+                return RestartDecision(None, "exit code 2 means a wrong command line")
+            return RestartDecision(None, _FINAL[0]) if code == 0 else self._next_restart("failed")
         if code in _FINAL:
             return RestartDecision(None, _FINAL[code])
         # After progress the cause is another one, for example a host that lost its disk.
@@ -73,8 +79,11 @@ class RestartPolicy:
             self._last_step = step
         if self._same_step >= _SAME_STEP:
             return RestartDecision(None, f"it failed {_SAME_STEP} times in a row after step {step}")
+        return self._next_restart("brought no progress")
+
+    def _next_restart(self, failed: str) -> RestartDecision:
         if self._without_progress >= self._max_restarts:
-            return RestartDecision(None, f"{self._max_restarts} restarts brought no progress")
+            return RestartDecision(None, f"{self._max_restarts} restarts {failed}")
         wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0**self._without_progress)
         self._without_progress += 1
         return RestartDecision(wait)

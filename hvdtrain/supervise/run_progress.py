@@ -10,19 +10,26 @@ from typing import Any
 from hvdtrain.checkpoint import layout
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import last_lines
-from hvdtrain.run_files.owner_token import Claim
-from hvdtrain.run_files.ownership import Ownership
+from hvdtrain.run_files.owner_token import LAUNCH, Claim, Token
+from hvdtrain.run_files.ownership import NORMAL_PACE, Ownership, TokenPace
 from hvdtrain.untrusted import integer, number
 
 
 @contextlib.contextmanager
-def hold(run: Path) -> Iterator[None]:
+def hold(
+    run: Path, pace: TokenPace = NORMAL_PACE, known: Token | None = None, since: float = 0.0
+) -> Iterator[Ownership]:
     """Context that creates the run directory and keeps other supervisors from this run.
+
+    Args:
+        known, since: as for `Ownership.look`.
 
     Raises:
         UserError: the directory cannot be written, or another supervisor holds it.
     """
-    owner = Ownership(run, ".launch.", "another hvdtrain launch supervises this run; end it")
+    busy = "another hvdtrain launch supervises this run; end it"
+    owner = Ownership(run, LAUNCH, busy, pace)
+    owner.look(known, since)
     try:
         owner.acquire(Claim.of_this_process())
     except OSError as error:
@@ -30,7 +37,7 @@ def hold(run: Path) -> Iterator[None]:
             f"run.root: {run} cannot be written ({error.strerror}); choose another with --run.root"
         ) from None
     try:
-        yield
+        yield owner
     finally:
         owner.release()
 

@@ -120,6 +120,7 @@ class SupervisedRun:
         probe: probes whether a host responds
         train: argv of a rank
         run: run directory, absolute; also identifies the run's processes
+        steps_known: the ranks write their steps there; False for a script without hvdtrain
     """
 
     controller: Literal["mpi", "gloo"]
@@ -132,6 +133,7 @@ class SupervisedRun:
     probe: Probe
     train: Sequence[str]
     run: Path
+    steps_known: bool = True
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,9 @@ class Supervisor:
 
     def _supervise(self) -> int:
         plan = self._plan
-        policy = RestartPolicy(plan.max_restarts, run_progress.newest_step(plan.run))
+        policy = RestartPolicy(
+            plan.max_restarts, run_progress.newest_step(plan.run), plan.steps_known
+        )
         hosts, asked_at, code = self._hosts.reachable(ROUND_SECONDS), time.monotonic(), EXIT_CRASH
         while True:
             if total_slots(hosts) < plan.min_np or time.monotonic() - asked_at > ROUND_SECONDS:
@@ -215,7 +219,8 @@ class Supervisor:
                 return code
             hosts = [host for host in hosts if host.name not in blamed]
             because = "".join(f"; {name} {why}" for name, why in blamed.items())
-            _say(f"exit code {code} after step {step}{because}; restarting in {verdict.wait:.0f} s")
+            after = f" after step {step}" if plan.steps_known else ""
+            _say(f"exit code {code}{after}{because}; restarting in {verdict.wait:.0f} s")
             self._requests.pause(ended_at + verdict.wait - time.monotonic())
 
     def _blame(self, ended: _Ended, reachable: Sequence[Host]) -> dict[str, str]:
@@ -260,8 +265,8 @@ class Supervisor:
         preferred = self._preferred(hosts)
         self._say_suspects(names, [host.name for host in preferred])
         job = first_slots(preferred, plan.max_np or total_slots(hosts))
-        step = run_progress.newest_checkpoint(plan.run)
-        _say(f"starting {total_slots(job)} ranks on {as_text(job)} from step {step}")
+        since = f" from step {run_progress.newest_checkpoint(plan.run)}" if plan.steps_known else ""
+        _say(f"starting {total_slots(job)} ranks on {as_text(job)}{since}")
         began, env = time.time(), os.environ | {LAUNCH_VARIABLE: str(plan.run)}
         launcher = Launcher(self._argv(job, env), env)
         # An elastic launcher watches its hosts itself.
@@ -310,7 +315,8 @@ class Supervisor:
         run = self._plan.run
         found = host_evidence.in_files(run, ended.began)
         self._records.load()  # an elastic launcher has recorded lost ranks
-        failed = not self._requests and ended.code not in _AGREED
+        agreed = _AGREED if self._plan.steps_known else (0, EXIT_USER)
+        failed = not self._requests and ended.code not in agreed
         if self._plan.controller == "mpi" and failed:
             found += host_evidence.of_failure(run, ended.began, "\n".join(ended.last_lines))
         for host, cause, detail in found:
@@ -322,7 +328,8 @@ class Supervisor:
         pace, looked, reported = Pace(time.monotonic(), began_at), time.monotonic(), False
         while (code := launcher.poll()) is None:
             if self._requests and not asked:
-                _say("asked to stop: the ranks write a checkpoint")
+                known = self._plan.steps_known
+                _say(f"asked to stop: the ranks {'write a checkpoint' if known else 'get SIGUSR1'}")
                 launcher.send(signal.SIGUSR1)
                 asked = True
             now = time.monotonic()
@@ -331,13 +338,13 @@ class Supervisor:
                 pace.saw(now, run_progress.newest_step(self._plan.run))
             silent = watch.silent(_SILENT_SECONDS)
             if silent and not reported:
-                _say(
-                    f"no response from {', '.join(silent)}; the run continues while steps are "
-                    "completed"
-                )
+                while_ = " while steps are completed" if self._plan.steps_known else ""
+                _say(f"no response from {', '.join(silent)}; the run continues{while_}")
             reported = bool(silent)
             seconds = pace.stall_seconds(saving=asked)
-            if pace.stalled(now, saving=asked) and (lost := watch.silent(seconds)):
+            # Without steps a probe alone would decide, which may be wrong: mpirun decides.
+            stalled = self._plan.steps_known and pace.stalled(now, saving=asked)
+            if stalled and (lost := watch.silent(seconds)):
                 _say(f"no response from {', '.join(lost)} and no step for {seconds:.0f} s")
                 launcher.kill()  # it would wait for the silent hosts
                 return EXIT_CRASH, False
@@ -357,8 +364,9 @@ class Supervisor:
         return ready > total_slots(job) and run_progress.newest_step(self._plan.run) > began_at
 
     def _say_end(self, reason: str, step: int, ended: _Ended) -> None:
-        if ended.code in (0, EXIT_PREEMPTED):
-            _say(f"{reason} at step {step}")
+        known = self._plan.steps_known
+        if ended.code == 0 or (known and ended.code == EXIT_PREEMPTED):
+            _say(f"{reason} at step {step}" if known else reason)
             return
         words = run_progress.last_errors(self._plan.run, ended.began)
         lines = [f"  {line}" for line in [*words, *ended.last_lines[-_SHOWN_LINES:]]]

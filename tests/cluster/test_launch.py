@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from hvdtrain.launch import mpi
 from tests.support import runs as local
 from tests.support.cluster import Cluster, Process
 from tests.support.job import poll
+from tests.support.scripts import misuse
 from tests.support.supervised import ALL, EVERY, HOSTS, TEST_SECONDS, Record, Supervised
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS + 120)
@@ -80,6 +82,25 @@ def test_host_that_kills_its_ranks_is_avoided_while_another_suffices(
     poll(lambda: bool(cluster.ranks("node2")), 20, "a rank on node2")
     said = last.interrupt().stderr
     assert f"node2 is suspect, but its slots are needed: {reason}" in said, said
+
+
+def test_script_without_hvdtrain_is_restarted_and_continues(cluster: Cluster, runs: Path) -> None:
+    script = Path(misuse.__file__).with_name("plain_horovod.py")
+    saved = runs / "saved.pt"
+    launch = "python -m hvdtrain.cli launch --hosts node1:1,node2:1 -- python"
+    command = f"cd {runs} && exec {launch} {script} {saved} 0.1"  # it writes runs/ there
+    job = cluster.start("node1", ["sh", "-c", command])
+    job.wait_for("STEP 5 ", 60)
+    ranks = [p for p in cluster.processes("node2") if p.command.split()[1:2] == [str(script)]]
+    assert ranks
+    cluster.kill(ranks)
+    done = job.wait(TEST_SECONDS)
+    assert done.returncode == 0, done
+    assert "its steps are not known" in done.stderr and "restarting in 1 s" in done.stderr, done
+    assert "hvdtrain launch: finished" in done.stderr, done
+    steps = [int(number) for number in re.findall(r"STEP (\d+) ", done.stdout)]
+    # One step may be lost with rank 0's file.
+    assert sorted({*steps}) == [*range(40)] and len(steps) <= 41, steps
 
 
 @pytest.mark.parametrize("probe", ["tcp:22", "ssh"])
@@ -230,9 +251,10 @@ def test_run_continues_without_a_lost_host_and_uses_it_again(
     finally:
         heal(supervised.cluster)
     back_at = time.time()
-    poll(lambda: len(supervised.world_sizes(fault_at)) == 2, 60, "the start on both hosts")
+    poll(lambda: ALL in supervised.world_sizes(fault_at), 60, "the start on both hosts")
     record_property("used_again_seconds", round(supervised.starts()[-1]["time"] - back_at, 1))
-    assert supervised.world_sizes(fault_at) == [1, ALL]
+    # On a busy machine node2 may be late again when it is about to be used.
+    assert supervised.world_sizes(fault_at) in ([1, ALL], [1, 1, ALL]), supervised.job.output()
     assert supervised.incidents(fault_at) == [("node2", "silent")], supervised.job.output()
     supervised.check_curve(undisturbed)
     supervised.check_recovery(seconds, lost, record_property)

@@ -208,6 +208,41 @@ def test_other_programs_are_not_accepted(greeting: bytes, monkeypatch: pytest.Mo
     _run(test)
 
 
+def test_tls_hides_messages_and_accepts_only_the_drivers_certificate() -> None:
+    async def test() -> None:
+        tls, certificate = protocol.new_certificate()
+        accepted: list[Channel] = []
+        seen = bytearray()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted.append(await protocol.accept(reader, writer, SECRET))
+
+        async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            answers, to_driver = await asyncio.open_connection("127.0.0.1", port)
+            answered = asyncio.create_task(_pass_on(answers, writer))
+            while block := await reader.read(1 << 16):
+                seen.extend(block)
+                to_driver.write(block)
+            await answered
+
+        server = await asyncio.start_server(serve, "127.0.0.1", ssl=tls)
+        port = server.sockets[0].getsockname()[1]
+        proxied = await asyncio.start_server(proxy, "127.0.0.1")
+        where = proxied.sockets[0].getsockname()[1]
+        agent = await protocol.connect("127.0.0.1", where, SECRET, 5, certificate)
+        agent.send({"text": "of a rank"})
+        while not accepted:
+            await asyncio.sleep(0.001)
+        assert await accepted[0].receive() == {"text": "of a rank"}
+        assert seen and b"of a rank" not in seen
+        for other in (protocol.new_certificate()[1], ""):
+            with pytest.raises(OSError):
+                await protocol.connect("127.0.0.1", port, SECRET, 2, other)
+        assert len(accepted) == 1
+
+    _run(test)
+
+
 # --- RUN/.driver.json --------------------------------------------------------------------------
 
 CONTENT = DriverFile(["10.0.0.1"], 1234, driver_file.new_secret(), "launch")

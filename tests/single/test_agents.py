@@ -7,114 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from horovod.runner.common.util.hosts import SlotInfo
 
 from hvdtrain.agent import driver_file
 from hvdtrain.agent.driver_file import DriverFile
-from hvdtrain.agent.hub import Hub, Slot
+from hvdtrain.errors import EXIT_PREEMPTED
+from tests.support.fleet import SECONDS, Fleet
 from tests.support.job import poll
-
-SECONDS = 20
-
-
-class Fleet:
-    """A hub and agents on this machine, each with a host name of its own.
-
-    Attributes:
-        codes: exit code of each process that has ended.
-        output: text of each process and stream.
-        signals: (host, number) of signals that agents received.
-        said: messages for the user.
-    """
-
-    def __init__(self, run: Path, timeout: float = 30) -> None:
-        self.run, self._timeout = run, timeout
-        self.secret = driver_file.new_secret()
-        self.codes: dict[int, int] = {}
-        self.output: dict[tuple[int, str], str] = {}
-        self.signals: list[tuple[str, int]] = []
-        self.said: list[str] = []
-        self.agents: dict[str, subprocess.Popen[str]] = {}
-        self._scripts: dict[int, str] = {}
-        self.new_hub(["sh", "-c", 'eval "$SCRIPT"'])
-
-    def new_hub(self, command: list[str]) -> None:
-        self.hub = Hub(
-            bytes.fromhex(self.secret),
-            self._timeout,
-            command,
-            str(self.run),
-            self._on_output,
-            lambda host, number: self.signals.append((host, number)),
-            self.said.append,
-        )
-        self.hub.on_start(self._environment)
-        driver_file.write(self.run, DriverFile(["127.0.0.1"], self.hub.port, self.secret))
-
-    def _on_output(self, number: int, stream: str, text: str) -> None:
-        self.output[number, stream] = self.output.get((number, stream), "") + text
-
-    def _environment(self, slot: Slot, address: str) -> Mapping[str, str]:
-        return {"ADDRESS": address, "SCRIPT": self._scripts[slot.rank]}
-
-    def agent(self, host: str, slots: int = 2, env: Mapping[str, str] | None = None) -> None:
-        """Start an agent, and wait until it is registered."""
-        argv = [sys.executable, "-m", "hvdtrain.cli", "agent", "--run", str(self.run)]
-        self.agents[host] = subprocess.Popen(
-            [*argv, "--host", host, "--slots", str(slots), "--wait", "20"],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | dict(env or {}),
-        )
-        assert self.hub.wait_for(lambda hosts: host in hosts, SECONDS), self.said
-
-    def start(self, number: int, script: str, host: str = "a") -> None:
-        """Start a shell script as a process."""
-        self._scripts[number] = script
-        self.hub.start(
-            SlotInfo(host, number, number, 0, 1, 1, 1),
-            lambda code: self.codes.__setitem__(number, code),
-        )
-
-    def wait_for_exit(self, number: int) -> int:
-        poll(lambda: number in self.codes, SECONDS, f"the end of {number}: {self.said}")
-        return self.codes[number]
-
-    def wait_for_output(self, number: int, text: str, stream: str = "stdout") -> str:
-        def written() -> bool:
-            return text in self.output.get((number, stream), "")
-
-        poll(written, SECONDS, f"{text!r} in {self.output}")
-        return self.output[number, stream]
-
-    def pid(self, host: str, name: str) -> psutil.Process:
-        """The agent's process of that name: hvdtrain-keeper, hvdtrain-agent."""
-        keeper = psutil.Process(self.agents[host].pid)
-        found: list[psutil.Process] = []
-
-        def exists() -> bool:
-            every = [keeper, *keeper.children(recursive=True)]
-            found.extend(p for p in every if p.name() == name)
-            return bool(found)
-
-        poll(exists, SECONDS, name)
-        return found[0]
-
-    def exit_code(self, host: str) -> int:
-        return self.agents[host].wait(SECONDS)
-
-    def close(self) -> None:
-        self.hub.finish(0)
-        for agent in self.agents.values():
-            try:
-                agent.wait(SECONDS)
-            finally:
-                agent.kill()
 
 
 @pytest.fixture
@@ -310,6 +213,26 @@ def test_signal_to_an_agent_reaches_the_driver_once(fleet: Fleet, target: str) -
     poll(lambda: bool(fleet.signals), SECONDS, "the signal")
     time.sleep(0.2)
     assert fleet.signals == [("a", signal.SIGUSR1)]
+
+
+def test_sigterm_to_an_agent_without_a_launcher_makes_its_host_leave(fleet: Fleet) -> None:
+    left: list[tuple[str, tuple[int, ...]]] = []
+    fleet.hub.on_leave(lambda host, processes: left.append((host, tuple(processes))))
+    fleet.agent("a")
+    fleet.start(0, "echo $$; exec sleep 600")
+    fleet.wait_for_output(0, "\n")
+    fleet.pid("a", "hvdtrain-keeper").send_signal(signal.SIGTERM)
+    poll(lambda: left == [("a", (0,))], SECONDS, f"the agent leaves: {left}")
+    assert fleet.agents["a"].poll() is None, "its rank has not ended"
+    fleet.hub.end(0)
+    assert fleet.exit_code("a") == EXIT_PREEMPTED
+    assert not fleet.signals
+
+
+def test_sigterm_to_an_agent_of_a_launcher_reaches_the_driver(fleet: Fleet) -> None:
+    fleet.agent("a", env={"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"})
+    fleet.pid("a", "hvdtrain-keeper").send_signal(signal.SIGTERM)
+    poll(lambda: fleet.signals == [("a", signal.SIGTERM)], SECONDS, f"the signal: {fleet.signals}")
 
 
 def test_second_agent_of_a_host_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hvdtrain.elastic import heartbeats as beats
 from hvdtrain.elastic.failure_detector import BEAT_SECONDS, Silence
 from hvdtrain.elastic.heartbeats import HeartbeatReceiver, HeartbeatSender, Kind, Message
+from hvdtrain.elastic.rendezvous import DriverAddress
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 SECRET = b"secret"
@@ -51,7 +52,7 @@ class Beating:
 
     def __init__(self, ear: Ear, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOROVOD_RENDEZVOUS_SECRET", SECRET.decode())
-        self.line = HeartbeatSender("127.0.0.1", ear.beats.port, number)
+        self.line = HeartbeatSender(DriverAddress("127.0.0.1", ear.beats.port), number)
         self.on = threading.Event()
         self.on.set()
         threading.Thread(target=self._run, daemon=True).start()
@@ -146,8 +147,8 @@ def test_watchdog_reports_with_backoff_while_its_heartbeats_are_lost(
 ) -> None:
     monkeypatch.setenv("HOROVOD_RENDEZVOUS_SECRET", SECRET.decode())
     ear, told = Ear(0), [0]
-    line = HeartbeatSender("127.0.0.1", ear.beats.port, 0)
-    driver, nobody = line._driver, ("127.0.0.1", 9)
+    line = HeartbeatSender(DriverAddress("127.0.0.1", ear.beats.port), 0)
+    driver, closed = line._driver, DriverAddress("127.0.0.1", 9)
 
     def tell() -> None:
         told[0] += 1
@@ -157,14 +158,14 @@ def test_watchdog_reports_with_backoff_while_its_heartbeats_are_lost(
     threading.Thread(target=line.beat_forever, args=(tell,), daemon=True).start()
     time.sleep(1)
     assert told == [0], "its beats are acknowledged"
-    line._driver = nobody
+    line._driver = closed
     assert _until(lambda: told == [2], 3) < 1.5, "it tries again if it did not reach the driver"
     time.sleep(6)
     assert 5 <= told[0] <= 7, "again, but more and more rarely"
     line._driver = driver
     time.sleep(0.6)
     before = told[0]
-    line._driver = nobody
+    line._driver = closed
     assert _until(lambda: told[0] > before, 2) < 1, "the driver is notified of a new outage at once"
 
 
@@ -173,7 +174,8 @@ def test_rank_survives_lost_acknowledgements_and_heartbeats(
 ) -> None:
     ear = Ear(0, 1)
     beating(ear, 1)
-    line, nobody = HeartbeatSender("127.0.0.1", ear.beats.port, 0), ("127.0.0.1", 9)
+    line = HeartbeatSender(DriverAddress("127.0.0.1", ear.beats.port), 0)
+    closed = DriverAddress("127.0.0.1", 9)
 
     def lose(deadline: float) -> bool:
         time.sleep(deadline - time.monotonic())
@@ -187,7 +189,7 @@ def test_rank_survives_lost_acknowledgements_and_heartbeats(
     monkeypatch.setattr(line, "_acknowledged", lose)
     time.sleep(5)
     assert not ear.silent and not ear.unheard, "its beats arrive"
-    line._driver = nobody
+    line._driver = closed
     time.sleep(4)
     assert ear.unheard == [0] and not ear.silent
 

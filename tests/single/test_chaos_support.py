@@ -11,7 +11,7 @@ from tests.support.chaos import FAULTS, Outcome, difference, sequence, table
 
 
 def _names(seed: int) -> list[str]:
-    return [draw.name for draw in islice(sequence(seed, list(FAULTS)), 100)]
+    return [draw.name for draw in islice(sequence(seed, FAULTS), 100)]
 
 
 def test_seed_determines_faults_and_covers_all_before_any_repeats() -> None:
@@ -23,7 +23,7 @@ def test_seed_determines_faults_and_covers_all_before_any_repeats() -> None:
 
 def test_table_lists_count_median_and_longest_recovery_of_a_fault() -> None:
     seconds = [0.5, 3.25, 0.75]
-    found = table([Outcome("stop a rank", s, 4, 3) for s in seconds])
+    found = table([Outcome("stop a rank", s, 4, 3) for s in seconds], FAULTS)
     assert found.splitlines()[1].split() == [
         "stop", "a", "rank", "3", "0.75", "3.25", "4>3", "(3)"
     ]  # fmt: skip

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from hvdtrain.elastic.driver import ElasticDriver
+from hvdtrain.elastic.horovodrun import serves
 
 OURS = """\
 python -m hvdtrain.train --run.id mine
@@ -41,14 +41,14 @@ hvdtrain top runs/mine
 
 @pytest.mark.parametrize("command", OURS.splitlines())
 def test_training_command_gets_hvdtrains_driver(command: str) -> None:
-    assert ElasticDriver.serves(shlex.split(command))
+    assert serves(shlex.split(command))
 
 
 @pytest.mark.parametrize("command", FOREIGN.splitlines())
 def test_foreign_command_is_left_to_horovods_driver(command: str) -> None:
-    assert not ElasticDriver.serves(shlex.split(command))
+    assert not serves(shlex.split(command))
 
 
 def test_script_can_request_hvdtrains_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDTRAIN_ELASTIC", "1")
-    assert ElasticDriver.serves(["sh", "script.sh"])
+    assert serves(["sh", "script.sh"])

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from horovod.runner.common.util.hosts import SlotInfo
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,10 +82,11 @@ class Job:
         self.hosts = hosts
         self.exits: dict[int, int] = {}
         self.unkillable: set[int] = set()
+        self.ends: dict[int, threading.Event] = {}  # of processes that the driver ends
         self.rendezvous = Rendezvous()
         self.driver = ElasticDriver(self.rendezvous, self, min_np, None, cooldown_range=(1, 1))
         self.driver.wait_for_available_slots(np)
-        self.driver.start(np, self._create)
+        self.driver.start(self, np)
 
     def news(self) -> dict[str, bool]:
         return self.driver.news(0)
@@ -92,13 +94,24 @@ class Job:
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         return dict(self.hosts)
 
-    def _create(self, slot: object, events: list[threading.Event]) -> tuple[int, float]:
-        number = slot.rank  # type: ignore[attr-defined]
+    def start(self, slot: SlotInfo, on_exit: Callable[[int], None]) -> None:
+        self.ends[slot.rank] = threading.Event()
+        threading.Thread(target=lambda: on_exit(self._code(slot.rank)), daemon=True).start()
+
+    def end(self, number: int) -> None:
+        self.ends[number].set()
+
+    def end_all(self) -> None:
+        for end in self.ends.values():
+            end.set()
+
+    def _code(self, number: int) -> int:
+        """Return the exit code of a process when it has ended."""
         while number not in self.exits:
-            if number not in self.unkillable and any(event.is_set() for event in events):
-                return 143, time.time()
+            if number not in self.unkillable and self.ends[number].is_set():
+                return 143
             time.sleep(0.01)
-        return self.exits[number], time.time()
+        return self.exits[number]
 
     def join(self, *numbers: int, **status: object) -> dict[int, dict[str, Any]]:
         """Let all processes request their ranks at once; return their answers, {} for none.
@@ -334,7 +347,7 @@ def test_leaving_rank_is_signaled_only_after_its_deadline(
     del running.hosts["b"]
     _until(lambda: running.news()["hosts"])
     assert running.ranks(0) == [None], "process 1 has not asked yet"
-    assert not running.driver._starter.ends[1].is_set(), "SIGTERM would preempt the run"
+    assert not running.ends[1].is_set(), "SIGTERM would preempt the run"
     assert running.ranks(0, 1) == [None, None], "2 ranks are needed"
     running.hosts["b"] = 1
     _until(lambda: not running.driver._state.processes[1].leaving)
@@ -343,7 +356,7 @@ def test_leaving_rank_is_signaled_only_after_its_deadline(
     _until(lambda: running.news()["hosts"])
     monkeypatch.setattr(decisions, "_LEAVE_SECONDS", 0.5)
     running.ranks(0)
-    _until(lambda: running.driver._starter.ends[1].is_set())
+    _until(lambda: running.ends[1].is_set())
     assert running.ranks(1) == [-1], "a rank that was signalled must not take part again"
 
 
@@ -358,8 +371,8 @@ def test_leave_deadline_counts_from_the_removal_of_the_host(
     del running.hosts["b"]
     _until(lambda: running.driver._state.processes[1].leaving)
     time.sleep(0.6)  # the driver looks four times a second
-    assert not running.driver._starter.ends[1].is_set()
-    _until(lambda: running.driver._starter.ends[1].is_set())
+    assert not running.ends[1].is_set()
+    _until(lambda: running.ends[1].is_set())
 
 
 def test_notice_on_every_host_stops_the_run_with_exit_code_75(job: Callable[..., Job]) -> None:
@@ -370,8 +383,7 @@ def test_notice_on_every_host_stops_the_run_with_exit_code_75(job: Callable[...,
     running.driver.leave(0, "notice")
     assert running.news()["stop"]
     running.exits |= {0: 75, 1: 75}
-    results = running.driver.get_results().worker_results
-    assert [result[0] for result in results.values()] == [75]
+    assert running.driver.wait() == 75
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 75])
@@ -379,8 +391,7 @@ def test_exit_code_that_ranks_agree_on_ends_the_job(job: Callable[..., Job], cod
     running = job({"a": 2}, np=2)
     running.join(0, 1)
     running.exits |= {0: code, 1: code}
-    results = running.driver.get_results().worker_results
-    assert [result[0] for result in results.values()] == [code]
+    assert running.driver.wait() == code
     assert len(running.driver._state.processes) == 2
 
 
@@ -388,8 +399,7 @@ def test_death_of_all_ranks_ends_the_job_with_their_exit_code(job: Callable[...,
     running = job({"a": 2}, np=2)
     running.join(0, 1)
     running.exits |= {0: 137, 1: 137}
-    results = running.driver.get_results().worker_results
-    assert [result[0] for result in results.values()] == [137]
+    assert running.driver.wait() == 137
 
 
 def test_loss_of_all_hosts_ends_the_job_with_exit_code_1(job: Callable[..., Job]) -> None:
@@ -398,8 +408,7 @@ def test_loss_of_all_hosts_ends_the_job_with_exit_code_1(job: Callable[..., Job]
     running.hosts.clear()
     _until(lambda: all(process.leaving for process in running.driver._state.processes), 15)
     running.exits |= {0: 255, 1: 255}
-    results = running.driver.get_results().worker_results
-    assert [result[0] for result in results.values()] == [1]
+    assert running.driver.wait() == 1
 
 
 def test_driver_notifies_the_other_ranks_of_a_lost_one_at_once() -> None:
@@ -474,8 +483,7 @@ def test_bug_in_the_driver_ends_the_job_with_exit_code_1(
 
     running = job({"a": 1}, np=1)
     monkeypatch.setattr(driver_module, "decide", fail)
-    results = running.driver.get_results().worker_results
-    assert [result[0] for result in results.values()] == [1]
+    assert running.driver.wait() == 1
     assert "error in the elastic driver:\nTraceback" in capsys.readouterr().err
 
 
@@ -488,8 +496,7 @@ def test_sample_that_always_raises_ends_the_job(job: Callable[..., Job]) -> None
         assert all(running.join(*left, failed=TRAINING, step=30).values())
     running.driver.failed(2, "rank 0 on a: ValueError: bad sample 2", 31)
     running.exits |= {2: 1, 3: 143}
-    results = running.driver.get_results().worker_results
-    assert [result[0] for result in results.values()] == [1]
+    assert running.driver.wait() == 1
     assert running.driver._shutdown.is_set(), "the fourth waited for new processes"
 
 
@@ -557,7 +564,7 @@ def test_unkillable_process_does_not_block_the_others(
     assert running.ranks(0) == [-1], "it came back"
     monkeypatch.setattr(decisions, "_LAST_RESORT_SECONDS", 1.0)
     assert running.ranks(2) == [0]
-    assert running.driver._starter.ends[1].is_set()
+    assert running.ends[1].is_set()
 
 
 def test_signals_and_exit_codes_are_described_distinctly() -> None:

@@ -96,7 +96,8 @@ class _Rank:
 
     def run(self, until: int) -> None:
         while self.state.progress.step < until:
-            self.loop._one_step()
+            for step in self.loop._one_step():
+                step.run()
 
     def content(self) -> dict[str, Any]:
         """Return a copy of the whole state."""

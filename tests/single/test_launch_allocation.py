@@ -11,8 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from hvdtrain.agent.agent import DRIVER_NAME
 from hvdtrain.errors import EXIT_PREEMPTED, UserError
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership
@@ -56,6 +58,7 @@ def test_several_tasks_on_a_host_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     [
         (["--controller", "mpi"], "--controller mpi requires hosts"),
         (["--hosts", "node1:2", "--slots", "2"], "--slots is for a launch without hosts"),
+        (["--hosts", "node1:2", "--tls"], "--tls is for a launch without hosts"),
         (["--min-np", "3", "--max-np", "2"], "--max-np 2 is less than --min-np 3"),
     ],
 )
@@ -83,12 +86,15 @@ class LocalRun:
         self.root = root
         self.directory = root / "a"
 
-    def start(self) -> Job:
-        argv = [*LAUNCH, "--slots", "2", "--", *TRAIN]
+    def start(self, *flags: str) -> Job:
+        self.job = self.launch("output", *flags)
+        return self.job
+
+    def launch(self, output: str, *more: str) -> Job:
+        argv = [*LAUNCH, "--slots", "2", "--tls", "--", *TRAIN, *more]
         argv += ["--run.root", str(self.root), "--run.id", "a"]
         env = os.environ | {"OMP_NUM_THREADS": "1", "HVDTRAIN_TEST_PACE": "0.02"}
-        self.job = Job([], argv, env, self.root / "output")
-        return self.job
+        return Job([], argv, env, self.root / output)
 
     def steps(self) -> int:
         path = self.directory / "metrics.jsonl"
@@ -128,3 +134,47 @@ def test_signals_save_and_end_the_run_or_end_it_at_once(local_run: LocalRun) -> 
     done = local_run.job.wait(SECONDS)
     assert done.returncode == 128 + signal.SIGINT, done
     assert time.monotonic() - began < 15
+
+
+def _drivers(run: LocalRun) -> list[psutil.Process]:
+    every = psutil.Process(run.job.pid).children(recursive=True)
+    return [process for process in every if process.name() == DRIVER_NAME]
+
+
+def test_task_exits_with_the_code_of_the_run_although_its_driver_is_killed(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path)
+    run.start("--train.steps", "250")
+    try:
+        run.wait_for_steps(3)
+        (first,) = _drivers(run)
+        first.kill()
+        poll(lambda: bool(set(_drivers(run)) - {first}), 20, f"another driver: {run.job.output()}")
+        done = run.job.wait(SECONDS)
+    finally:
+        run.job.kill()
+    assert done.returncode == 0, done
+    assert "continuing with" not in done.stderr, "ranks noticed the end of the driver"
+    assert run.steps() == 250
+
+
+def test_nothing_of_a_host_outlives_its_task(local_run: LocalRun) -> None:
+    local_run.wait_for_steps(3)
+    task = psutil.Process(local_run.job.pid)
+    every = task.children(recursive=True)
+    assert {DRIVER_NAME, "hvdtrain-agent", "hvdtrain-guard"} <= {p.name() for p in every}
+    task.kill()
+    gone, alive = psutil.wait_procs(every, timeout=10)
+    assert gone and not alive
+
+
+def test_second_start_joins_the_run_only_with_the_same_command(local_run: LocalRun) -> None:
+    local_run.wait_for_steps(1)
+    same, other = local_run.launch("same"), local_run.launch("other", "--seed", "2")
+    done = other.wait(SECONDS)
+    assert done.returncode == 2, done
+    assert "another hvdtrain launch supervises this run" in done.stderr
+    done = same.wait(SECONDS)
+    assert done.returncode == 2, done
+    assert "drives this run: this process is the agent of its host" in done.stderr
+    assert "already has an agent; start one per host" in done.stderr, "this host has one"
+    assert local_run.job.running()

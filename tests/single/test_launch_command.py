@@ -54,7 +54,29 @@ def test_launch_accepts_horovodrun_style_training_command(
     assert plan.run == tmp_path / "runs/mine"
 
 
-@pytest.mark.parametrize("command", ["train.py --epochs 3", "python other.py", "mine"])
+def test_launch_takes_any_script_and_knows_whether_it_uses_hvdtrain(
+    planned: list[supervisor.SupervisedRun], tmp_path: Path
+) -> None:
+    for name, text in (("own", "from hvdtrain import training"), ("other", "import horovod")):
+        script = tmp_path / f"{name}.py"
+        script.write_text(text)
+        command = ["python", str(script), "--run.id", "a"]
+        assert cli.main(["launch", "--hosts", "a:2", "--", *command]) == 0
+        assert planned[-1].train == [sys.executable, *command[1:]]
+    assert [plan.steps_known for plan in planned] == [True, False]
+    assert planned[0].run == tmp_path / "runs/a" and planned[1].run.name.startswith("launch-")
+
+
+@pytest.mark.parametrize("command", ["train.py --epochs 3", "python other.py"])
+def test_script_that_does_not_exist_is_named(
+    planned: list[supervisor.SupervisedRun], capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert cli.main(["launch", "--hosts", "a:2", "--", *shlex.split(command)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ".py does not exist here (" in line and not planned
+
+
+@pytest.mark.parametrize("command", ["python -m other", "mine"])
 def test_launch_rejects_program_other_than_training(
     planned: list[supervisor.SupervisedRun], capsys: pytest.CaptureFixture[str], command: str
 ) -> None:

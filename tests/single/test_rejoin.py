@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from hvdtrain.config import Config
-from hvdtrain.elastic import membership
+from hvdtrain.elastic import rendezvous
 from hvdtrain.elastic.membership import Membership
 from hvdtrain.elastic.status import TRAINING, Identity
 from hvdtrain.parallel.agreement import Agreement
@@ -40,8 +40,8 @@ class _Launcher:
     answers: list[dict[str, Any]]
     statuses: list[dict[str, Any]] = field(default_factory=list)
 
-    def ask(self, address: str, port: int, what: str, number: int, body: Any = None) -> Any:
-        self.statuses.append(body)
+    def ask(self, address: str, port: int, what: str, number: int, *rest: Any) -> Any:
+        self.statuses.append(rest[0])
         return self.answers.pop(0)
 
 
@@ -58,7 +58,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
 
     def make(answers: list[dict[str, Any]]) -> tuple[Rejoin, _Launcher]:
         launcher = _Launcher(answers)
-        monkeypatch.setattr(membership, "ask", launcher.ask)
+        monkeypatch.setattr(rendezvous, "ask", launcher.ask)
         config: Any = SimpleNamespace(
             elastic=SimpleNamespace(hang_seconds=60.0),
             parallel=SimpleNamespace(degrees={"tensor": 2}),

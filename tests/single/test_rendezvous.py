@@ -17,12 +17,14 @@ from horovod.runner.http.http_client import put_data_into_kvstore, read_data_fro
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousServer
 
 from hvdtrain.elastic.rendezvous import ask, make_handler
+from hvdtrain.elastic.request_server import RequestServer
 from hvdtrain.errors import UserError
 from hvdtrain.runtime import interfaces
 from tests.soak.bench.rendezvous import rendezvous
 
 KEY = "5a" * 32
 RANKS = 5
+WAITING = 9  # a process whose ranks are not known yet
 
 
 class Driver:
@@ -30,6 +32,9 @@ class Driver:
 
     def join(self, number: int, seconds: float, status: dict[str, Any]) -> dict[str, Any]:
         return {"rank": number, **status}
+
+    def request(self, number: int, status: dict[str, Any]) -> bool:
+        return number != WAITING
 
     def news(self, number: int) -> dict[str, bool]:
         return {"stop": False, "hosts": False}
@@ -74,9 +79,26 @@ class Launcher:
         return self.request("POST", f"/global/{rank}/{size}/{generation}", row)
 
 
+class AgentDriver(Launcher):
+    """The same with the server of a driver with agents."""
+
+    def __init__(self) -> None:
+        self.server = RequestServer(KEY)
+        self.port = self.server.start(Driver())
+        self.server.init([], 1)
+
+
 @pytest.fixture
 def launcher() -> Iterator[Launcher]:
     one = Launcher(KEY, make_handler(Driver()))
+    yield one
+    one.server.stop()
+
+
+@pytest.fixture(params=["horovodrun", "agents"])
+def either(request: pytest.FixtureRequest) -> Iterator[Launcher]:
+    """The server under horovodrun, and the server with agents."""
+    one = AgentDriver() if request.param == "agents" else Launcher(KEY, make_handler(Driver()))
     yield one
     one.server.stop()
 
@@ -85,25 +107,25 @@ def _column(rank: int, size: int = RANKS) -> bytes:
     return b"".join(f"{other}>{rank};".encode() for other in range(size) if other != rank)
 
 
-def test_ranks_receive_only_addresses_of_the_current_context(launcher: Launcher) -> None:
+def test_ranks_receive_only_addresses_of_the_current_context(either: Launcher) -> None:
     with ThreadPoolExecutor(RANKS) as pool:
         for nonce in (b"attempt1", b"attempt2"):
-            found = pool.map(lambda rank, n=nonce: launcher.exchange(rank, n), range(RANKS))
+            found = pool.map(lambda rank, n=nonce: either.exchange(rank, n), range(RANKS))
             assert list(found) == [(200, _column(rank)) for rank in range(RANKS)]
     # A repeated request, because the answer was lost, is answered at once.
-    assert launcher.exchange(3, b"attempt2") == (200, _column(3))
+    assert either.exchange(3, b"attempt2") == (200, _column(3))
     # Another request waits for the others again, and reports after a while that they are missing.
-    assert launcher.exchange(3, b"attempt3") == (404, b"")
+    assert either.exchange(3, b"attempt3") == (404, b"")
 
 
 @pytest.mark.alone
-def test_request_from_an_earlier_generation_is_rejected_at_once(launcher: Launcher) -> None:
-    assert launcher.exchange(0, b"attempt1", generation=0) == (409, b"")
+def test_request_from_an_earlier_generation_is_rejected_at_once(either: Launcher) -> None:
+    assert either.exchange(0, b"attempt1", generation=0) == (409, b"")
     with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(launcher.exchange, 0, b"attempt1")
+        held = pool.submit(either.exchange, 0, b"attempt1")
         time.sleep(0.3)
         began = time.monotonic()
-        launcher.server.init([], 2)
+        either.server.init([], 2)
         assert held.result() == (409, b"")
         assert time.monotonic() - began < 0.3, "it was not notified at once"
 
@@ -126,8 +148,43 @@ def test_unsigned_requests_are_refused_and_reported_once(
     assert launcher.server._httpd.refused == 12
 
 
-def test_unsigned_request_is_refused_without_reading_its_body(launcher: Launcher) -> None:
-    with socket.create_connection(("127.0.0.1", launcher.port), timeout=2) as connection:
+def test_unsigned_request_to_agents_driver_is_refused_and_reported_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    driver = AgentDriver()
+    for method, path in {"GET": "/news/0", "PUT": "/a/0", "POST": "/global/0/2/1"}.items():
+        for key in (None, KEY[::-1]):
+            assert driver.request(method, path, b"", key)[0] == 403, (method, key)
+    header = secret.sign_request(KEY, "POST", "/join/0", b"{}")
+    assert driver.send("POST", "/join/0", b"[]", header)[0] == 403, "another body"
+    assert driver.send("POST", "/join/1", b"{}", header)[0] == 403, "another path"
+    assert driver.request("GET", "/news/0")[0] == 200
+    for path in ("/join", "/join/x", "/global/0/1", "/global/a/2/1", "/"):
+        assert driver.request("POST", path, b"{}")[0] == 400, path
+    driver.server.stop()
+    said = capfd.readouterr().err
+    assert said.count("refused a request of 127.0.0.1") == said.count("\n") == 1, said
+
+
+def test_agents_driver_holds_a_request_until_it_has_an_answer() -> None:
+    """Also that of a spare process, which repeats it at once."""
+    driver = AgentDriver()
+    with ThreadPoolExecutor(1) as pool:
+        began = time.monotonic()
+        held = pool.submit(driver.request, "POST", f"/join/{WAITING}", b"{}")
+        time.sleep(0.5)
+        assert not held.done()
+        driver.server.answer([WAITING])
+        assert held.result() == (200, b'{"rank": 9}')
+        assert time.monotonic() - began < 1.5
+        began = time.monotonic()
+        assert driver.request("POST", f"/join/{WAITING}", b"{}")[0] == 200
+        assert time.monotonic() - began > 1.5
+    driver.server.stop()
+
+
+def test_unsigned_request_is_refused_without_reading_its_body(either: Launcher) -> None:
+    with socket.create_connection(("127.0.0.1", either.port), timeout=2) as connection:
         connection.sendall(b"PUT /global/0 HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\n")
         assert b" 403 " in connection.recv(100)
 
@@ -144,11 +201,11 @@ def test_requests_from_ranks_and_horovod_are_signed(
 
 
 def test_request_of_another_version_is_rejected_with_its_reason(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    either: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(secret.RENDEZVOUS_SECRET, KEY)
     with pytest.raises(OSError, match="is its hvdtrain another version"):
-        ask("127.0.0.1", launcher.port, "failed", 1, {"text": "a field that this version lacks"})
+        ask("127.0.0.1", either.port, "failed", 1, {"text": "a field that this version lacks"})
 
 
 def test_launcher_without_a_secret_accepts_unsigned_requests() -> None:

@@ -80,6 +80,19 @@ def test_restarts_after_lost_hosts_are_limited_by_the_budget() -> None:
     assert waits == [1, 2, None]
 
 
+@given(st.lists(st.integers(1, 255), max_size=8), st.integers(0, 5))
+def test_script_of_unknown_steps_is_restarted_within_the_budget(
+    codes: list[int], budget: int
+) -> None:
+    policy = RestartPolicy(budget, step=0, steps_known=False)
+    if codes[:1] == [2]:
+        assert policy.after(2, 0, host_lost=False).wait is None
+        return
+    waits = [policy.after(code, 0, host_lost=False).wait for code in codes]
+    assert [wait is None for wait in waits] == [number >= budget for number in range(len(codes))]
+    assert policy.after(0, 0, host_lost=False).wait is None
+
+
 # --- when a silent host is believed to be lost
 
 

@@ -4,9 +4,12 @@ HVDTRAIN_CHAOS_SEED: seed of the sequence of faults, printed (default: random).
 
 HVDTRAIN_CHAOS_SECONDS: duration of the faults (default 300).
 
+HVDTRAIN_CHAOS_LAUNCHER: ssh (default), or agents: `hvdtrain launch` without hosts, see
+tests/support/agent_chaos.py.
+
 HVDTRAIN_CHAOS_LAYOUT: whole (default), tensor or zero: see LAYOUTS of tests/support/chaos.py.
 
-HVDTRAIN_CHAOS_FAULTS: only these of tests/support/chaos.py, separated by ";".
+HVDTRAIN_CHAOS_FAULTS: only these, separated by ";".
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.checkpoint.weights import read_weights
+from tests.support.agent_chaos import AGENT_FAULTS, AgentChaosJob
 from tests.support.chaos import (
     ALWAYS,
     FAULTS,
     HOME,
-    HOSTS,
     LAYOUTS,
     ChaosJob,
     Draw,
@@ -46,12 +49,16 @@ from tests.support.small_disk import SmallDisk
 
 SECONDS = float(os.environ.get("HVDTRAIN_CHAOS_SECONDS", "300"))
 SEED = int(os.environ.get("HVDTRAIN_CHAOS_SEED") or random.SystemRandom().randrange(1 << 32))
-NAMES = [n for n in os.environ.get("HVDTRAIN_CHAOS_FAULTS", "").split(";") if n] or list(FAULTS)
+LAUNCHER = os.environ.get("HVDTRAIN_CHAOS_LAUNCHER") or "ssh"
+LAUNCHERS = {"ssh": (ChaosJob, FAULTS), "agents": (AgentChaosJob, AGENT_FAULTS)}
+JOB, ALL_FAULTS = LAUNCHERS[LAUNCHER]
+NAMES = [n for n in os.environ.get("HVDTRAIN_CHAOS_FAULTS", "").split(";") if n] or list(ALL_FAULTS)
 LAYOUT = os.environ.get("HVDTRAIN_CHAOS_LAYOUT") or "whole"
 # Settings that repeat this run.
 SAME = (
-    f"HVDTRAIN_CHAOS_LAYOUT={LAYOUT} HVDTRAIN_CHAOS_SEED={SEED} HVDTRAIN_CHAOS_SECONDS={SECONDS:g}"
-    + (f" HVDTRAIN_CHAOS_FAULTS='{';'.join(NAMES)}'" if list(FAULTS) != NAMES else "")
+    f"HVDTRAIN_CHAOS_LAUNCHER={LAUNCHER} HVDTRAIN_CHAOS_LAYOUT={LAYOUT}"
+    f" HVDTRAIN_CHAOS_SEED={SEED} HVDTRAIN_CHAOS_SECONDS={SECONDS:g}"
+    + (f" HVDTRAIN_CHAOS_FAULTS='{';'.join(NAMES)}'" if list(ALL_FAULTS) != NAMES else "")
 )
 # A step takes a tenth of a second at least.
 STEPS = round(11 * (SECONDS + 200))
@@ -65,7 +72,7 @@ Say = Callable[[str], None]
 def hosts() -> Iterator[Cluster]:
     if reason := why_not():
         pytest.skip(reason)
-    with Cluster(HOSTS) as cluster:
+    with Cluster(JOB.hosts, sshd=LAUNCHER == "ssh") as cluster:
         yield cluster
 
 
@@ -79,7 +86,7 @@ def test_run_survives_random_faults_and_has_the_undisturbed_parameters(
 
     say(f"\n{SAME}")
     layout = LAYOUTS[LAYOUT]
-    job = ChaosJob(hosts, hosts.shared, layout, STEPS)
+    job = JOB(hosts, hosts.shared, layout, STEPS)
     outcomes: list[Outcome] = []
     try:
         began = time.time()
@@ -92,7 +99,7 @@ def test_run_survives_random_faults_and_has_the_undisturbed_parameters(
         _keep(job)
         raise
     finally:
-        say(table(outcomes))
+        say(table(outcomes, ALL_FAULTS))
         job.kill()
     lines = job.lines()
     audit = [sys.executable, "-m", "hvdtrain.cli", "audit", str(job.run_on_hosts)]
@@ -126,7 +133,7 @@ def _disturb(job: ChaosJob, outcomes: list[Outcome], say: Say) -> None:
         names = [name for name in names if name != "restart on a slow disk"]
         say("no restart on a slow disk: cgroup v1 cannot be written here")
     end = time.monotonic() + SECONDS
-    for draw in sequence(SEED, names):
+    for draw in sequence(SEED, {name: ALL_FAULTS[name] for name in names}):
         time.sleep(draw.pause)
         if time.monotonic() > end:
             return
@@ -134,7 +141,7 @@ def _disturb(job: ChaosJob, outcomes: list[Outcome], say: Say) -> None:
 
 
 def _one_fault(job: ChaosJob, draw: Draw, say: Say) -> Outcome:
-    fault = FAULTS[draw.name]
+    fault = ALL_FAULTS[draw.name]
     before, since = job.lines()[-1], time.time()
     launches, errors = job.launches(), len(job.errors())
     victims = "?"

@@ -43,3 +43,13 @@ def test_scrape_bench_reports_step_time_and_scrape_time() -> None:
     _, metrics = _metrics("scrape", 50, 2)
     assert 0 < metrics["scraped every second"]["median"] < 10_000
     assert 0.05 < metrics["one scrape"]["median"] < 20, "ms"
+
+
+def test_agents_bench_forms_generations_under_two_drivers() -> None:
+    argv = [sys.executable, "-m", "tests.soak.bench", "agents", "--np", "16", "--rounds", "1"]
+    done = subprocess.run(
+        [*argv, "--format", "json"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    metrics = {metric["name"]: metric for metric in json.loads(done.stdout)["figures"]}
+    assert 0 < metrics["the next generation with it"]["median"] < 60

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,26 +75,35 @@ LAYOUTS = {
 class ChaosJob:
     """`hvdtrain launch --controller gloo` with ranks on node1 and node2; node3 joins and leaves.
 
+    A subclass starts the run in another way (agent_chaos.py).
+
     Args:
         directory: for files that the hosts share; the run directory is on a separate disk in it.
         steps: more steps than the run can complete.
+
+    Attributes:
+        hosts: all hosts that see the disk; the first has no ranks and stays up.
+        train: configuration keys of the ranks.
+        min_np: minimum number of ranks.
+        env: of the launcher.
     """
+
+    hosts: tuple[str, ...] = HOSTS
 
     def __init__(self, cluster: Cluster, directory: Path, layout: Layout, steps: int) -> None:
         self.cluster = cluster
-        self.disk = SmallDisk(cluster, list(HOSTS), directory / "disk", _DISK_MIB)
+        self.disk = SmallDisk(cluster, list(self.hosts), directory / "disk", _DISK_MIB)
         self.run = self.disk.here / "case"
         self.run_on_hosts = directory / "disk/case"
         self.hostfile = directory / "hostfile"
         self.listed: tuple[str, ...] = ()
         self._directory = directory
         self.list_hosts(*WORKERS)
-        launch = f"launch --controller gloo --hostfile {self.hostfile} --max-np 6"
-        launch += f" --min-np {layout.min_np} --"
+        self.min_np = layout.min_np
+        self.env = {"HVDTRAIN_TEST_CONTROL": str(directory), "OMP_NUM_THREADS": "1"}
         run = f"--run.root {directory / 'disk'} --run.id case --train.steps {steps}"
         run += f" --elastic.hang_seconds {_HANG_SECONDS}"
-        train = f"{PACED} {ALWAYS} {layout.arguments} {layout.spread}"
-        self._command = f"python -m hvdtrain.cli {launch} {train} {run}".split()
+        self.train = f"{PACED} {ALWAYS} {layout.arguments} {layout.spread} {run}".split()
         self._jobs: list[Job] = []
         self.start()
 
@@ -104,8 +113,12 @@ class ChaosJob:
 
     def start(self) -> None:
         """Start the supervisor, also again with the same command after it was killed."""
-        env = {"HVDTRAIN_TEST_CONTROL": str(self._directory), "OMP_NUM_THREADS": "1"}
-        self._jobs.append(self.cluster.start(HOME, self._command, env))
+        launch = f"python -m hvdtrain.cli launch --controller gloo --hostfile {self.hostfile}"
+        launch += f" --max-np 6 --min-np {self.min_np} --"
+        self._jobs.append(self.cluster.start(HOME, [*launch.split(), *self.train], self.env))
+
+    def running(self) -> bool:
+        return self.job.running()
 
     def list_hosts(self, *hosts: str) -> None:
         """Set the content of the hostfile."""
@@ -174,7 +187,7 @@ class ChaosJob:
                 return
             if lines and lines[-1]["time"] > newest:
                 newest, no_step = lines[-1]["time"], time.monotonic()
-            assert self.job.running(), "the job ended"
+            assert self.running(), "the job ended"
             waited = time.monotonic() - no_step
             assert waited < NO_STEP_SECONDS, f"no step for {waited:.0f} s"
             waited = time.monotonic() - began
@@ -234,7 +247,8 @@ def _number(process: Process) -> str:
         return ""
 
 
-def _named(process: Process) -> str:
+def named(process: Process) -> str:
+    """Return how a victim is reported."""
     return f"process {process.pid} on {process.host}"
 
 
@@ -246,8 +260,8 @@ class Fault:
     """A fault that can be injected into a job.
 
     Args:
-        inject: injects it, choosing with the given generator; returns its victims. Afterwards
-            nothing prevents the job from continuing.
+        inject: injects it into a ChaosJob, choosing with the given generator; returns its victims.
+            Afterwards nothing prevents the job from continuing.
         restarts: the supervisor has to restart the ranks. After all other faults the remaining
             ranks continue.
         harmless: no rank may be lost.
@@ -255,7 +269,7 @@ class Fault:
         guest: node3 must take part (True), or must not (False).
     """
 
-    inject: Callable[[ChaosJob, random.Random], str]
+    inject: Callable[[Any, random.Random], str]
     restarts: bool = False
     harmless: bool = False
     errors: bool = False
@@ -265,14 +279,14 @@ class Fault:
 def _kill(job: ChaosJob, choice: random.Random) -> str:
     victim = choice.choice(job.ranks())
     job.cluster.kill([victim])
-    return _named(victim)
+    return named(victim)
 
 
 def _kill_with_helper(job: ChaosJob, choice: random.Random) -> str:
     victim = choice.choice(job.ranks())
     job.ask_for_helper(victim)
     job.cluster.kill([victim])
-    return _named(victim)
+    return named(victim)
 
 
 def _kill_in_a_rendezvous(job: ChaosJob, choice: random.Random) -> str:
@@ -289,13 +303,13 @@ def _kill_in_turn(job: ChaosJob, choice: random.Random, victims: Sequence[Proces
     for victim in victims:
         job.cluster.kill([victim])
         time.sleep(choice.uniform(0, 0.5))
-    return ", ".join(map(_named, victims))
+    return ", ".join(map(named, victims))
 
 
 def _stop(job: ChaosJob, choice: random.Random) -> str:
     victim = choice.choice(job.ranks())
     os.kill(victim.pid, signal.SIGSTOP)
-    return _named(victim)
+    return named(victim)
 
 
 def _kill_a_watchdog(job: ChaosJob, choice: random.Random) -> str:
@@ -307,7 +321,7 @@ def _kill_a_watchdog(job: ChaosJob, choice: random.Random) -> str:
             process.kill()
     time.sleep(2)
     job.cluster.kill([victim])
-    return f"the watchdog of {_named(alone)}, then {_named(victim)}"
+    return f"the watchdog of {named(alone)}, then {named(victim)}"
 
 
 def _cut_a_link(job: ChaosJob, choice: random.Random) -> str:
@@ -328,7 +342,7 @@ def _cut(job: ChaosJob, host: str, seconds: float) -> str:
 def _drop_datagrams(job: ChaosJob, choice: random.Random) -> str:
     """Drop all heartbeats of all ranks; connections stay intact."""
     seconds = choice.uniform(2, 8)
-    hosts = [host for host in HOSTS if job.cluster.is_up(host)]
+    hosts = [host for host in job.hosts if job.cluster.is_up(host)]
     for host in hosts:
         job.cluster.datagrams(host, leave=False)
     time.sleep(seconds)
@@ -394,7 +408,7 @@ def _kill_on_a_full_disk(job: ChaosJob, choice: random.Random) -> str:
         time.sleep(1)
         job.cluster.kill([victim])
         time.sleep(8)
-    return _named(victim)
+    return named(victim)
 
 
 def _add_a_host(job: ChaosJob, choice: random.Random) -> str:
@@ -467,7 +481,7 @@ class Draw:
     choice: random.Random
 
 
-def sequence(seed: int, names: Sequence[str]) -> Iterator[Draw]:
+def sequence(seed: int, faults: Mapping[str, Fault]) -> Iterator[Draw]:
     """Yield faults without end, identical for one seed, however long each recovery takes.
 
     No fault occurs twice before all have occurred once, and so on. The victims are identical only
@@ -475,11 +489,11 @@ def sequence(seed: int, names: Sequence[str]) -> Iterator[Draw]:
     """
     choice, guest, drawn = random.Random(seed), False, Counter[str]()
     while True:
-        possible = [name for name in names if FAULTS[name].guest in (None, guest)]
+        possible = [name for name, fault in faults.items() if fault.guest in (None, guest)]
         fewest = min(drawn[name] for name in possible)
         name = choice.choice([name for name in possible if drawn[name] == fewest])
         drawn[name] += 1
-        if FAULTS[name].guest is not None:
+        if faults[name].guest is not None:
             guest = not guest
         yield Draw(choice.uniform(10, 20), name, random.Random(choice.random()))
 
@@ -524,10 +538,10 @@ def difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> flo
     return largest
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def table(outcomes: Sequence[Outcome], faults: Iterable[str]) -> str:
     """Format one line per fault: its number, its cost, and ranks before > after with counts."""
     lines = [f"{'fault':38} {'count':>5} {'median s':>9} {'longest s':>9}  ranks"]
-    for name in FAULTS:
+    for name in faults:
         same = [outcome for outcome in outcomes if outcome.name == name]
         if same:
             seconds = sorted(outcome.seconds for outcome in same)

@@ -304,6 +304,11 @@ class Cluster:
         """Block a host's connections to a TCP port of another host, or allow them again."""
         self._firewall(host, leave, "to", self._address(to), "ipproto", "tcp", "dport", str(port))
 
+    def part(self, host: str, other: str, leave: bool) -> None:
+        """Drop all packets between two hosts, or let them pass again."""
+        for one, peer in ((host, other), (other, host)):
+            self._firewall(one, leave, "to", self._address(peer))
+
     def resolve(self, names: Iterable[str]) -> None:
         """Set the hosts whose names all hosts can resolve; initially all of them."""
         self._directory.write_names({name: self._address(name) for name in names})

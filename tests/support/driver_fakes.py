@@ -262,7 +262,8 @@ class SteppedDriver:
         self.rendezvous = Rendezvous()
         self._seen = 0  # generations of the rendezvous that were recorded
         self._discovery_fails = False
-        self._codes: dict[int, int] = {}
+        self._exits: dict[int, Callable[[int], None]] = {}
+        self.ended: set[int] = set()
         self._patches = ExitStack()
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
         threads = SimpleNamespace(
@@ -284,7 +285,7 @@ class SteppedDriver:
         self.state = self.driver._state
         self.news, self.failed = self.driver.news, self.driver.failed
         self.discover()
-        self.driver.start(np, self._create)
+        self.driver.start(self, np)
 
     def close(self) -> None:
         self._patches.close()
@@ -294,17 +295,19 @@ class SteppedDriver:
             raise RuntimeError("no answer")
         return dict(self.found)
 
-    def _create(self, slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
-        return self._codes[slot.rank], self.now
+    def start(self, slot: SlotInfo, on_exit: Callable[[int], None]) -> None:
+        self._exits[slot.rank] = on_exit
+
+    def end(self, number: int) -> None:
+        self.ended.add(number)
+
+    def end_all(self) -> None:
+        pass  # `over` shows it
 
     @property
     def over(self) -> bool:
         """Whether the driver ends the job."""
         return self.driver._shutdown.is_set() or self.driver._finished.is_set()
-
-    @property
-    def ended(self) -> set[int]:
-        return {number for number, end in self.driver._starter.ends.items() if end.is_set()}
 
     def discover(self, fails: bool = False) -> None:
         """Run one discovery."""
@@ -346,8 +349,7 @@ class SteppedDriver:
         self._record_generations()
 
     def exit(self, number: int, code: int) -> None:
-        self._codes[number] = code
-        self.driver._starter.threads[number].run()
+        self._exits[number](code)
         self._record_generations()
 
     def fall_silent(self, number: int) -> bool:

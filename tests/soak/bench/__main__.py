@@ -8,7 +8,11 @@ telemetry
 
 scrape
 
-rendezvous [--key value]
+rendezvous
+
+agents [--key value]
+
+own-loop
 """
 
 from __future__ import annotations
@@ -21,9 +25,11 @@ from hvdtrain.bench.report import Report
 from hvdtrain.config import parse
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.runtime.signals import leave_on_sigterm
+from tests.soak.bench.agents import agents
 from tests.soak.bench.layout_speed import layout_speed
 from tests.soak.bench.layouts import LAYOUTS, TINY, Where, layouts
 from tests.soak.bench.layouts_report import LayoutsReport
+from tests.soak.bench.own_loop import own_loop
 from tests.soak.bench.rendezvous import rendezvous
 from tests.soak.bench.telemetry import scrape, telemetry
 
@@ -59,8 +65,16 @@ def _scrape(args: argparse.Namespace) -> Report:
     return scrape(_flags(args), args.steps, args.rounds, args.np)
 
 
+def _own_loop(args: argparse.Namespace) -> Report:
+    return own_loop(args.flags, args.steps, args.rounds)
+
+
 def _rendezvous(args: argparse.Namespace) -> Report:
     return rendezvous(args.np, args.rounds)
+
+
+def _agents(args: argparse.Namespace) -> Report:
+    return agents(args.np, args.rounds)
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
@@ -93,12 +107,23 @@ _ACTIONS: Mapping[
         "ranks that are scraped every second against unscraped",
         {"np": 2, "steps": 20, "rounds": 10},
     ),
+    "own-loop": (
+        _own_loop,
+        "a script's own loop on 2 ranks, in turns with a task and with a loop written for Horovod",
+        {"steps": 10, "rounds": 40},
+    ),
     "rendezvous": (
         _rendezvous,
         "the requests of a rendezvous of many ranks, without ranks",
         {"np": 256, "rounds": 3},
     ),
+    "agents": (
+        _agents,
+        "the driver of many simulated agents and ranks, and another driver in its place",
+        {"np": 256, "rounds": 3},
+    ),
 }
+_SIMULATED = ("rendezvous", "agents")
 _NUMBERS = {"np": "ranks", "steps": "in one turn", "rounds": "turns"}
 
 
@@ -121,9 +146,9 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="'data 2 x tensor 2'",
                 help="as often as wanted; default: a table of them",
             )
-        elif name != "rendezvous":
+        elif name not in (*_SIMULATED, "own-loop"):
             action.add_argument("--preset", default="gpt-nano", help="or a YAML file")
-        if name != "rendezvous":
+        if name not in _SIMULATED:
             action.add_argument("flags", nargs="*", metavar="-- --key value", help="of the runs")
     return parser
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import http.client
 import os
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,8 +27,8 @@ from hvdtrain.elastic.rendezvous import ask
 from hvdtrain.elastic.status import Identity, ProcessStatus
 
 SLOTS = 8  # of a host
-_ADDRESS_BYTES = 24  # of an IPv4 address in a row
-_NONCE_BYTES = 8
+ROW_BYTES = 24  # of an IPv4 address in a row
+NONCE_BYTES = 8
 _LIMIT_SECONDS = 120.0
 
 
@@ -54,7 +53,7 @@ def rendezvous(ranks: int, generations: int) -> Report:
     processes = min(ranks, max(1, len(os.sched_getaffinity(0)) - 1))
     spawned = get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=spawned) as pool:
-        driver.start(ranks, _hold)
+        driver.start(_Processes(), ranks)
         shares = [range(first, ranks, processes) for first in range(processes)]
         meet = partial(_meet_all, port=port, key=key, generations=generations)
         met = [one for share in pool.map(meet, shares, timeout=_LIMIT_SECONDS) for one in share]
@@ -82,10 +81,17 @@ class _Hosts:
         return dict(self._slots)
 
 
-def _hold(slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
-    """Simulate a process of the driver, which lives until the job ends."""
-    events[0].wait()
-    return 0, time.time()
+class _Processes:
+    """Simulated processes of the driver, which live until the job ends."""
+
+    def start(self, slot: SlotInfo, on_exit: Callable[[int], None]) -> None:
+        pass
+
+    def end(self, number: int) -> None:
+        pass
+
+    def end_all(self) -> None:
+        pass
 
 
 def _meet_all(numbers: range, port: int, key: str, generations: int) -> list[list[Met]]:
@@ -107,9 +113,9 @@ def _meet(number: int, port: int, key: str, generations: int) -> list[Met]:
         host = f"host{assignment['rank'] // SLOTS}"
         local_rank = assignment["local_rank"]
         _request(port, key, "GET", f"/rank_and_size/{host}:{local_rank}", b"", met)
-        for scope, rank, size in _contexts(host, assignment):
+        for scope, rank, size in contexts(host, assignment):
             if size > 1:
-                body = os.urandom(_NONCE_BYTES) + bytes((size - 1) * _ADDRESS_BYTES)
+                body = os.urandom(NONCE_BYTES) + bytes((size - 1) * ROW_BYTES)
                 path = f"/{scope}/{rank}/{size}/{assignment['generation']}"
                 while _request(port, key, "POST", path, body, met) != http.client.OK:
                     _check_time(met)  # includes the server's long poll
@@ -123,7 +129,7 @@ def _check_time(met: Met) -> None:
         raise TimeoutError(f"the rendezvous was not complete within {_LIMIT_SECONDS:.0f} s")
 
 
-def _contexts(host: str, assignment: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
+def contexts(host: str, assignment: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
     """Return scope, rank and size of each context: three of Horovod, and three of all ranks."""
     for suffix in ("", "_process_set_hash_0"):
         yield f"global{suffix}", assignment["rank"], assignment["size"]

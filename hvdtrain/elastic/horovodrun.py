@@ -1,0 +1,181 @@
+"""hvdtrain's part of an elastic horovodrun: the driver, and an agent on each host.
+
+Horovod's launcher loads this module through the entry point horovod.elastic_launcher (patch 0004)
+and calls `run` for commands that it `serves`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from signal import SIGINT
+from typing import IO, Any
+
+from horovod.runner.common.util import env as horovod_env
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.http.http_server import RendezvousServer
+from horovod.runner.util import network
+
+from hvdtrain.agent import protocol
+from hvdtrain.agent.hub import Hub
+from hvdtrain.agent.invitation import Invitation
+from hvdtrain.agent.output import RankOutput
+from hvdtrain.agent.started import StartedAgents, ssh_command
+from hvdtrain.elastic.command import script_command, starts_training
+from hvdtrain.elastic.driver import ElasticDriver
+from hvdtrain.elastic.rendezvous import environment_of
+from hvdtrain.errors import EXIT_CRASH
+from hvdtrain.runtime import interfaces
+from hvdtrain.untrusted import printable_lines
+
+# An agent ends its ranks after this time without horovodrun, if its stdin does not end before.
+_DRIVER_SECONDS = 60.0
+_END_SECONDS = 5.0  # for the agents, at the end of the job
+
+
+def serves(command: Sequence[str]) -> bool:
+    """Whether a command is hvdtrain's: only hvdtrain's processes request their ranks.
+
+    A script that uses hvdtrain.training is recognized by its text; HVDTRAIN_ELASTIC=1 marks
+    other commands that start hvdtrain.
+    """
+    script = script_command(command)
+    known = starts_training(command) or (script is not None and script.own_loop)
+    return known or os.environ.get("HVDTRAIN_ELASTIC") == "1"
+
+
+def run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
+    """Run an elastic job; return its exit code.
+
+    Args:
+        settings: Horovod's ElasticSettings, with the options of horovodrun.
+        env: the environment of the ranks.
+        command: argv of a rank.
+    """
+    key = secrets.token_bytes(32)
+    rendezvous = RendezvousServer(settings.verbose, protocol.rendezvous_secret(key))
+    driver = ElasticDriver(
+        rendezvous,
+        settings.discovery,
+        settings.min_num_proc,
+        settings.max_num_proc,
+        timeout=settings.elastic_timeout,
+        reset_limit=settings.reset_limit,
+        cooldown_range=settings.cooldown_range,
+        verbose=settings.verbose,
+    )
+    port = rendezvous.start(driver.create_rendezvous_handler())
+    driver.wait_for_available_slots(settings.num_proc)
+    env, address = driver.choose_interfaces(settings.nics, env)
+    driver.handle_signals()
+    files = _Files(settings.output_filename, settings.num_proc)
+    output = RankOutput(_prefix(settings.prefix_output_with_timestamp), files.write)
+    hub = Hub(
+        key, _DRIVER_SECONDS, command, os.getcwd(), output.put, _SignalsOfAgents(driver).on, _say
+    )
+    hub.on_start(lambda slot, _: environment_of(slot, address, port))
+    invitation = Invitation(
+        interfaces.addresses_from(address),
+        hub.port,
+        key.hex(),
+        os.getcwd(),
+        {name: text for name, text in env.items() if horovod_env.is_exportable(name)},
+    )
+    agents = StartedAgents(hub, invitation, _ssh(settings), _is_local, _say)
+    hub.start_agents_with(agents.start)
+    code = EXIT_CRASH
+    try:
+        driver.start(
+            _Processes(hub, output, command if settings.verbose else None), settings.num_proc
+        )
+        code = driver.wait()
+        driver.stop()
+    finally:
+        hub.finish(code)
+        agents.end(_END_SECONDS)
+        output.end()
+    return code
+
+
+class _Processes:
+    """The driver's way to start processes: through the hub, with Horovod's messages.
+
+    Args:
+        command: printed at each start; None: not printed.
+    """
+
+    def __init__(self, hub: Hub, output: RankOutput, command: Sequence[str] | None) -> None:
+        self._hub, self._output, self._command = hub, output, command
+        self.end, self.end_all = hub.end, hub.end_all
+
+    def start(self, slot: SlotInfo, on_exit: Callable[[int], None]) -> None:
+        if self._command is not None:
+            self._output.say(str(list(self._command)))
+
+        def ended(code: int) -> None:
+            if code:
+                self._output.say(f"Process {slot.rank} exit with status code {code}.")
+            on_exit(code)
+
+        self._hub.start(slot, ended)
+
+
+class _SignalsOfAgents:
+    """Signals that agents received: the ranks write a checkpoint and end, or end at once."""
+
+    def __init__(self, driver: ElasticDriver) -> None:
+        self._driver = driver
+        self._hosts: set[str] = set()
+
+    def on(self, host: str, number: int) -> None:
+        if number == SIGINT or host in self._hosts:
+            self._driver.kill(128 + number)
+        self._hosts.add(host)
+        self._driver.request_stop()
+
+
+class _Files:
+    """Copies of the ranks' output: DIRECTORY/rank.N/stdout and stderr (--output-filename)."""
+
+    def __init__(self, directory: str | None, ranks: int) -> None:
+        self._directory = Path(directory) if directory else None
+        self._digits = len(str(ranks - 1))
+        self._files: dict[tuple[int, str], IO[str]] = {}
+        if self._directory is not None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+
+    def write(self, number: int, stream: str, text: str) -> None:
+        if self._directory is None:
+            return
+        file = self._files.get((number, stream))
+        if file is None:
+            of_rank = self._directory / f"rank.{number:0{self._digits}d}"
+            of_rank.mkdir(exist_ok=True)
+            file = self._files[number, stream] = (of_rank / stream).open("w")
+        file.write(text)
+        file.flush()
+
+
+def _prefix(with_time: bool) -> Callable[[int, str, str], str]:
+    def prefix(number: int, stream: str, line: str) -> str:
+        return f"{time.asctime() if with_time else ''}[{number}]<{stream}>:"
+
+    return prefix
+
+
+def _ssh(settings: Any) -> list[str]:
+    if horovod_env.is_kubeflow_mpi():
+        return [horovod_env.KUBEFLOW_MPI_EXEC]
+    return ssh_command(settings.ssh_port, settings.ssh_identity_file)
+
+
+def _is_local(host: str) -> bool:
+    return network.resolve_host_address(host) in network.get_local_host_addresses()
+
+
+def _say(message: str) -> None:
+    print(f"hvdtrain: {printable_lines(message)}", file=sys.stderr, flush=True)

@@ -1,0 +1,41 @@
+"""Driver that replaces another one; an agent starts it: python -m ... RUN TOKEN SINCE.
+
+It ends with exit code 75 if the driver is alive after all, or another one replaces it first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.agent import driver_file, guard
+from hvdtrain.agent.agent import DRIVER_NAME
+from hvdtrain.errors import EXIT_PREEMPTED, UserError
+from hvdtrain.run_files.owner_token import Token
+from hvdtrain.supervise.allocation import AllocationDriver, AllocationRun
+from hvdtrain.untrusted import checked, parse_json
+
+
+def main(arguments: list[str]) -> int:
+    run, token, since = arguments
+    guard.set_name(DRIVER_NAME)
+    try:
+        state = driver_file.read_state(Path(run))
+        if state is None:
+            return EXIT_PREEMPTED
+        os.chdir(str(state["directory"]))
+        driver = AllocationDriver(_plan(state["plan"]), int(state["hosts"]))
+        return driver.take_over(checked(Token, parse_json(token)), float(since))
+    except (UserError, OSError) as error:
+        print(f"hvdtrain agent: no driver is replaced: {error}", file=sys.stderr, flush=True)
+        return EXIT_PREEMPTED
+
+
+def _plan(content: dict[str, Any]) -> AllocationRun:
+    return AllocationRun(**content | {"run": Path(content["run"])})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

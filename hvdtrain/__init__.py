@@ -13,18 +13,25 @@ if TYPE_CHECKING:
     from hvdtrain.api.run import Run as Run
     from hvdtrain.api.start import RunResult as RunResult
     from hvdtrain.api.start import run as run
+    from hvdtrain.api.training import Training as Training
+    from hvdtrain.api.training import training as training
 
 __version__ = "0.1.0"
-__all__ = ["Run", "RunResult", "run"]
+__all__ = ["Run", "RunResult", "Training", "run", "training"]
 
-_CLASSES = {"Run": "hvdtrain.api.run", "RunResult": "hvdtrain.api.start"}
+_PLACES = {
+    "Run": "hvdtrain.api.run",
+    "RunResult": "hvdtrain.api.start",
+    "Training": "hvdtrain.api.training",
+    "training": "hvdtrain.api.training",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name == "run":
         return importlib.import_module("hvdtrain.run")  # a callable package, see its docstring
-    if name in _CLASSES:
-        return getattr(importlib.import_module(_CLASSES[name]), name)
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
 
 

@@ -23,6 +23,7 @@ GROUPS = {
         "launch": "start training on hosts that respond, and restart it after a failure",
         "agent": "start and end this host's ranks for the driver of a run",
         "discover": "print the hosts that respond, as host:slots",
+        "tasks": "list the installed tasks, and the keys of each",
     },
     "before a run": {
         "doctor": "find problems of hosts before a run, or the reason why a run failed",
@@ -111,6 +112,14 @@ def _dispatch(arguments: list[str], is_process: bool) -> int:
         epilog=_listed(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "--version",
+        action="store_true",
+        help="print versions: hvdtrain, torch, Horovod, MPI, Python",
+    )
+    if arguments == ["--version"]:
+        print(_versions())
+        return 0
     subparsers = parser.add_subparsers(
         prog="hvdtrain", dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS
     )
@@ -129,6 +138,26 @@ def _dispatch(arguments: list[str], is_process: bool) -> int:
     args = parser.parse_args(arguments)
     args.parser = parser  # for `completion`, which lists all commands and options
     return int(importlib.import_module(f"hvdtrain.commands.{args.command}").run(args))
+
+
+def _versions() -> str:
+    """Return one line for each part, without importing torch or Horovod."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from hvdtrain import __version__
+    from hvdtrain.launch import mpi
+
+    lines = [f"hvdtrain {__version__}", f"Python {sys.version.split()[0]}"]
+    for package in ("torch", "horovod"):
+        try:
+            lines.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            lines.append(f"{package}: not installed")
+    try:
+        lines.append(mpi.of_launcher().title)
+    except UserError as error:
+        lines.append(f"MPI: {error}")
+    return "\n".join(lines)
 
 
 def _listed() -> str:

@@ -8,6 +8,7 @@ the key's dataclass.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +27,14 @@ class Ranks:
         elastic: ranks may join and leave, so `world_size` may change.
         mpi: Horovod's controller is MPI; None: unknown.
         patched: Horovod has hvdtrain's patches; None: unknown.
+        torch: version of torch; "": unknown.
     """
 
     world_size: int
     elastic: bool
     mpi: bool | None = None
     patched: bool | None = None
+    torch: str = ""
 
 
 @dataclass(frozen=True)
@@ -378,6 +381,23 @@ def _find_missing_patches(config: Any, ranks: Ranks) -> str:
     )
 
 
+def _find_old_torch(config: Any, ranks: Ranks) -> str:
+    axes = ("tensor", "pipeline", "shard")
+    axis = next((axis for axis in axes if getattr(config.parallel, axis) > 1), "")
+    if not axis or not ranks.torch or _numbers(ranks.torch) >= (2, 9):
+        return ""
+    degree = getattr(config.parallel, axis)
+    return (
+        f"parallel.{axis} {degree} requires torch 2.9 or newer, and this is {ranks.torch}: install "
+        "a newer one, then `hvdtrain horovod build --install`"
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor version."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
 def _find_adasum_without_mpi(config: Any, ranks: Ranks) -> str:
     if config.exchange.reduce != "adasum":
         return ""
@@ -451,6 +471,11 @@ RANK_CHECKS: tuple[RankCheck, ...] = (
         "`exchange.wire bfloat16` or `precision.name bf16-params` without hvdtrain's Horovod",
         "Horovod 0.28.1 needs patches for it",
         _find_missing_patches,
+    ),
+    RankCheck(
+        "`parallel.tensor`, `pipeline` or `shard` above 1 with a torch older than 2.9",
+        "they use newer interfaces",
+        _find_old_torch,
     ),
     RankCheck(
         "`exchange.reduce adasum` without MPI, or in an elastic run",

@@ -7,16 +7,17 @@ import importlib.util
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config import presets
+from hvdtrain.config import Config, presets
 from hvdtrain.config_files import read_yaml
 from hvdtrain.engine.config import RunConfig
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.run_directory import default_id
-from hvdtrain.tasks import BUILT_IN
+from hvdtrain.tasks import installed
 
 
 def task_flag(task: str | type) -> str:
@@ -35,9 +36,9 @@ def task_flag(task: str | type) -> str:
         return f"--config={Path(task).absolute()}"
     if task.startswith("__main__:"):
         raise _not_importable(task.partition(":")[2], "in this notebook or script")
-    if task in BUILT_IN or ":" in task:
+    if task in installed() or ":" in task:
         return f"--task={task}"
-    known = [*presets(), *BUILT_IN]
+    known = [*presets(), *installed()]
     near = difflib.get_close_matches(task, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
     raise UserError(
@@ -67,6 +68,19 @@ def config_flags(config: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"--{key}.{name}={_word(inner)}" for name, inner in value.items())
         else:
             yield f"--{key}={_word(value)}"
+
+
+def configuration_words(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words that set keys of the configuration, `--section.key value`, of a script."""
+    sections = {field.name for field in fields(Config)}
+    rest = iter(words)
+    for word in rest:
+        name, assigned, _ = word.removeprefix("--").partition("=")
+        section, dot, _ = name.partition(".")
+        if word.startswith("--") and dot and section in sections:
+            yield word
+            if not assigned:
+                yield from itertools.islice(rest, 1)
 
 
 def _word(value: Any) -> str:

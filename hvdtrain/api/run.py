@@ -30,6 +30,11 @@ class Run:
 
     Raises:
         UserError: `directory` is not a run directory. Properties raise it if a file is damaged.
+
+    Example:
+        >>> run = hvdtrain.Run("runs/a")
+        >>> len(run.columns()["loss"]), [*run.checkpoints]
+        (2, [2])
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:

@@ -80,6 +80,12 @@ def run(
 
     Raises:
         UserError: an argument, a key or the data is wrong (exit code 2).
+
+    Example:
+        >>> keys = {"train.steps": 2, "run.id": "a"}
+        >>> result = hvdtrain.run("digits", np=2, config=keys)
+        >>> result.exit_code, result.directory.name, "loss" in result.metrics
+        (0, 'a', True)
     """
     _check_place()
     _require(hasattr(np, "__index__") and np >= 1, f"np is the number of ranks, >= 1, not {np!r}")

@@ -135,14 +135,14 @@ def _places(parser: argparse.ArgumentParser, name: str) -> Iterator[_Place]:
 def _of_configuration() -> _Place:
     """The configuration keys of hvdtrain and of its built-in tasks."""
     from hvdtrain.config import Config, presets
-    from hvdtrain.tasks import BUILT_IN, load_class, optional
+    from hvdtrain.tasks import BUILT_IN, installed, load_class, optional
 
     owners = [Config, *(optional(load_class(task), "Config") for task in BUILT_IN)]
     found = {"--config": [*presets()], "--help": [], "--print_config": []}
     for owner in filter(None, owners):
         for key, hint in _keys(owner, ""):
             found[f"--{key}"] = _choices(hint)
-    found["--task"] = [*BUILT_IN]
+    found["--task"] = [*installed()]
     return _Place(_KEYS, [], [*found], {key: words for key, words in found.items() if words})
 
 

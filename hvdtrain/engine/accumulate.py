@@ -11,8 +11,9 @@ exchange (hvdtrain/exchange) do that during the last backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from hvdtrain import comm
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.interleave import InterleavedBackward
-from hvdtrain.errors import EXIT_USER
+from hvdtrain.errors import EXIT_USER, UserError
 from hvdtrain.optim.precision import FLOAT32, Precision
 from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.context import RankContext
@@ -123,8 +124,7 @@ class Accumulate:
         self.forward = Forward(task, micro_batches, context, precision)
         self.buffers = SavedBuffers(model)
         self.statistics = BatchStatistics(self.buffers, micro_batches)
-        self._context = context
-        self._interleaved = interleaved
+        self.context, self.precision, self.interleaved = context, precision, interleaved
 
     def train(
         self,
@@ -134,48 +134,21 @@ class Accumulate:
         before_last: Callable[[], None],
     ) -> None:
         """See Passes."""
-        heartbeat, enter = self._context.heartbeat, self._context.timer.enter
-        heartbeat.beat(Activity.WORKING)
-        self.statistics.begin()
-        enter("data")
-        # The same micro-batches, but a task's collective fails if other ranks have fewer of them.
-        own = comm.COLLECTIVES.micro_batches(batches, assignment.in_common, max(assignment.counts))
-        # The backward passes of the last `together` micro-batches are interleaved.
-        together = min(self._interleaved.count if self._interleaved else 1, len(assignment))
-        losses: list[Tensor] = []  # of forward passes whose backward pass has not begun
-        for done, batch in enumerate(own, start=1):
-            on_device = to_device(batch, self._context.device)
-            enter("forward")
-            self.statistics.prepare()
-            held_back = len(assignment) - done < together
-            values = self._forward(on_device, len(losses) if held_back else None)
-            self.forward.add(totals.values, values)
-            if self._context.mesh.counts:
-                self.statistics.collect(totals.statistics)
-            losses.append(self.forward.scaled(values.loss))
-            del values
-            if done == len(assignment):
-                before_last()  # sends the control vector: `totals` is complete
-            # In the last backward pass, hooks of the exchange compress and send the gradients.
-            if done == len(assignment) or done <= len(assignment) - together:
-                enter("backward")
-                self._backward(losses)
-                losses.clear()  # free the graph: the next forward pass needs the memory
-            enter("data")
-            heartbeat.beat(Activity.WORKING)
+        passes = RankPasses(self, batches, assignment, totals, before_last)
+        for batch in passes:
+            passes.backward(self.forward(self.model, batch, self.forward.names))
 
-    def _forward(self, batch: Batch, number: int | None) -> Values:
-        """Args: number: among the interleaved micro-batches; None: not interleaved."""
-        if self._interleaved is None or number is None:
-            return self.forward(self.model, batch, self.forward.names)
-        with self._interleaved.forward(number):
-            return self.forward(self.model, batch, self.forward.names)
-
-    def _backward(self, losses: Sequence[Tensor]) -> None:
-        if self._interleaved is None:
-            losses[0].backward()
-        else:
-            self._interleaved.backward(losses)
+    def begin(
+        self,
+        batches: Iterator[Batch],
+        assignment: Assignment,
+        totals: StepTotals,
+        before_last: Callable[[], None],
+    ) -> RankPasses:
+        """Begin the passes of a step for a caller that computes the losses; see `train`."""
+        passes = RankPasses(self, batches, assignment, totals, before_last)
+        passes.autocast = self.precision
+        return passes
 
     def finish(self) -> None:
         """Nothing to do: each rank holds the whole model."""
@@ -189,10 +162,129 @@ class Accumulate:
     ) -> None:
         """See Passes."""
         for samples, batch in batches:
-            self._context.heartbeat.beat(Activity.WORKING)
-            on_device = to_device(batch, self._context.device)
+            self.context.heartbeat.beat(Activity.WORKING)
+            on_device = to_device(batch, self.context.device)
             values = self.forward(self.model, on_device, self.forward.evaluation_names, rows)
             self.forward.add_samples(totals, values, samples)
+
+
+class RankPasses:
+    """The passes of one step: iterating gives this rank's micro-batches, on its device.
+
+    `backward` must be called for each micro-batch before the next one is taken.
+
+    Args:
+        owner: whose passes these are; for the others see Passes.train.
+
+    Attributes:
+        autocast: precision that applies from a micro-batch to its `backward`; None: the caller's.
+    """
+
+    autocast: Precision | None = None
+
+    def __init__(
+        self,
+        owner: Accumulate,
+        batches: Iterator[Batch],
+        assignment: Assignment,
+        totals: StepTotals,
+        before_last: Callable[[], None],
+    ) -> None:
+        self._owner, self._assignment = owner, assignment
+        # The same micro-batches, but a task's collective fails if other ranks have fewer of them.
+        self._batches = comm.COLLECTIVES.micro_batches(
+            batches, assignment.in_common, max(assignment.counts)
+        )
+        self._totals, self._before_last = totals, before_last
+        # The backward passes of the last `together` micro-batches are interleaved.
+        interleaved = owner.interleaved
+        self._together = min(interleaved.count if interleaved else 1, len(assignment))
+        self._losses: list[Tensor] = []  # of forward passes whose backward pass has not begun
+        self._taken = self._done = 0
+        self._during_forward = ExitStack()
+
+    @property
+    def forward(self) -> Forward:
+        return self._owner.forward
+
+    @property
+    def complete(self) -> bool:
+        """Whether `backward` was called for each micro-batch."""
+        return self._done == len(self._assignment)
+
+    def __iter__(self) -> Iterator[Batch]:
+        owner, total = self._owner, len(self._assignment)
+        enter = owner.context.timer.enter
+        owner.context.heartbeat.beat(Activity.WORKING)
+        owner.statistics.begin()
+        enter("data")
+        for batch in self._batches:
+            on_device = to_device(batch, owner.context.device)
+            enter("forward")
+            owner.statistics.prepare()
+            self._taken += 1
+            if owner.interleaved is not None and total - self._taken < self._together:
+                self._during_forward.enter_context(owner.interleaved.forward(len(self._losses)))
+            if self.autocast is not None:
+                self._during_forward.enter_context(self.autocast.autocast(owner.context.device))
+            del batch
+            try:
+                yield on_device
+            finally:
+                self._during_forward.close()
+            del on_device  # the next forward pass needs the memory
+            if self._done != self._taken:
+                raise UserError(
+                    "step.backward was not called for a micro-batch: the gradient of the global "
+                    "batch would lack it"
+                )
+
+    def _check_turn(self) -> None:
+        if self._done == self._taken:
+            raise UserError(
+                "step.backward was called twice for a micro-batch: add the losses, and call it once"
+                if self._taken
+                else "step.backward was called before a micro-batch was taken: for batch in step"
+            )
+
+    def backward_of_some(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Run a backward pass to some parameters, before `backward` runs the one to the others."""
+        enter = self._owner.context.timer.enter
+        self._check_turn()
+        enter("backward")
+        self.forward.scaled(loss).backward(inputs=[*parameters])
+        enter("forward")
+
+    def backward(self, values: Values, parameters: Sequence[Tensor] | None = None) -> None:
+        """Count the values of the micro-batch that was taken last, and run its backward pass.
+
+        With batch.interleave, the last backward passes run together, in the last call.
+
+        Args:
+            parameters: that get gradients; None: all.
+        """
+        owner, context = self._owner, self._owner.context
+        self._during_forward.close()
+        self._check_turn()
+        self._done += 1
+        owner.forward.add(self._totals.values, values)
+        if context.mesh.counts:
+            owner.statistics.collect(self._totals.statistics)
+        self._losses.append(owner.forward.scaled(values.loss))
+        del values
+        if self.complete:
+            self._before_last()  # sends the control vector: the totals are complete
+        # In the last backward pass, hooks of the exchange compress and send the gradients.
+        if self.complete or self._done <= len(self._assignment) - self._together:
+            context.timer.enter("backward")
+            if owner.interleaved is None:
+                inputs = None if parameters is None else [*parameters]
+                self._losses[0].backward(inputs=inputs)
+            else:
+                owner.interleaved.backward(self._losses)
+            self._losses.clear()  # free the graph: the next forward pass needs the memory
+        context.timer.enter("data")
+        context.heartbeat.beat(Activity.WORKING)
 
 
 class StepTotals(NamedTuple):
@@ -265,6 +357,10 @@ class Forward:
             found = self._task.loss(model, batch)
         if rows is not None:
             rows.append(found["rows"].detach().double().cpu())
+        return self.values(found, names)
+
+    def values(self, found: Mapping[str, Any], names: Sequence[str]) -> Values:
+        """Return the values `names` of a micro-batch, given as Task.loss returns them."""
         values = [found[name] for name in names]
         is_pair = [isinstance(value, tuple) for value in values]
         if not any(is_pair):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.loader import Batch
+from hvdtrain.engine.accumulate import RankPasses
 from hvdtrain.engine.step import Flags, StepResult, TrainStep
 from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.runtime.context import RankContext
@@ -30,25 +31,37 @@ class LocalSteps:
         self._step = step
         self._exchange = exchange
         self._last = last
+        self._number = 0  # of the step that has begun, from 1
         self._timer = context.timer
         self._phase = "comm_exposed" if context.mesh.world.size > 1 else "other"
 
-    def __call__(
-        self,
-        batches: Iterator[Batch],
-        assignment: Assignment,
-        lr: float,
-        flags: Flags,
-        advance: Callable[[StepResult], None] = lambda result: None,
+    def begin(self, batches: Iterator[Batch], assignment: Assignment, flags: Flags) -> None:
+        """See TrainStep."""
+        self._number = flags.step + 1
+        self._step.begin(batches, assignment, flags)
+
+    def end(
+        self, lr: float | None, advance: Callable[[StepResult], None] = lambda result: None
     ) -> StepResult:
-        """Run one step, see TrainStep, and average the ranks' states if it is due."""
-        result = self._step(batches, assignment, lr, flags, advance)
-        step = flags.step + 1
-        pauses = result.stop or result.membership_changed
+        """End the step, see TrainStep, and average the ranks' states if it is due."""
+        result, step = self._step.end(lr, advance), self._number
+        pauses = result.stop or result.membership_changed or result.finish
         if pauses or step % self._exchange.every == 0 or step >= self._last:
             with self._timer.inside(self._phase):
                 self._exchange.average()
         return result
+
+    def train(self) -> None:
+        """See TrainStep."""
+        self._step.train()
+
+    def passes(self) -> RankPasses:
+        """See TrainStep."""
+        return self._step.passes()
+
+    def fail(self) -> None:
+        """See TrainStep."""
+        self._step.fail()
 
     def complete(self) -> None:
         """See TrainStep."""

@@ -32,25 +32,38 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
+from hvdtrain import comm
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.loader import Batch, TrainLoader
+from hvdtrain.engine.accumulate import RankPasses
 from hvdtrain.engine.config import TrainConfig
+from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.engine.step import AppliedSteps, Flags, StepResult
-from hvdtrain.errors import EXIT_NOT_FINITE
+from hvdtrain.errors import EXIT_NOT_FINITE, UserError
 from hvdtrain.log import logger
-from hvdtrain.runtime.collectives import AgreedError
+from hvdtrain.runtime.collectives import AgreedError, RankLostError
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.signals import StopFlag
 
+Value = Tensor | tuple[Any, Any]
 StepRecord = dict[str, Any]  # one line of metrics.jsonl
 Evaluations = list[list[Any]]  # [step, validation loss or None], see Progress
+
+
+OUTSIDE = (
+    "called outside the block of a step, where a lost rank could not be handled: call it inside "
+    "`with step:`, or in the function given to training.evaluate"
+)
 
 
 class MembershipChanged(Exception):
@@ -77,14 +90,14 @@ class TrainingPlan:
     """How a run proceeds, identical on every rank.
 
     Args:
-        learning_rate: rate of step s, from 0.
+        learning_rate: rate of step s, from 0; None: the optimizer's own.
         step_samples: samples of step s, over all ranks together.
         dataset_size: samples of an epoch.
     """
 
     train: TrainConfig
     batch: BatchConfig
-    learning_rate: Callable[[int], float]
+    learning_rate: Callable[[int], float | None]
     step_samples: Callable[[int], int]
     dataset_size: int
 
@@ -96,10 +109,12 @@ class Interruptions:
     Args:
         stop: raised when this rank receives a stop request.
         membership_changed: whether this rank was notified that processes join or leave.
+        finish: whether this rank's script wants the next step to be the last one.
     """
 
     stop: StopFlag
     membership_changed: Callable[[], bool]
+    finish: Callable[[], bool] = lambda: False
 
 
 @dataclass
@@ -135,55 +150,240 @@ class Progress:
         return kept
 
 
-class Step(Protocol):
-    """One optimizer step: TrainStep, or LocalSteps, which wraps it. See there."""
+class Stepper(Protocol):
+    """Takes optimizer steps: TrainStep, or LocalSteps, which wraps it. See there."""
 
-    def __call__(
-        self,
-        batches: Iterator[Batch],
-        assignment: Assignment,
-        lr: float,
-        flags: Flags,
-        advance: Callable[[StepResult], None] = ...,
-    ) -> StepResult: ...
+    def begin(self, batches: Iterator[Batch], assignment: Assignment, flags: Flags) -> None: ...
+
+    def train(self) -> None: ...
+
+    def passes(self) -> RankPasses: ...
+
+    def fail(self) -> None: ...
+
+    def end(self, lr: float | None, advance: Callable[[StepResult], None] = ...) -> StepResult: ...
 
     def complete(self) -> None: ...
 
     def due(self, step: int, every: int) -> bool: ...
 
 
+class Step:
+    """One optimizer step: `with step:` runs it, over the global batch.
+
+    The built-in loop calls `run`, which trains with the task's loss. A script with its own loop
+    iterates over the step inside the block, which gives this rank's micro-batches, and calls
+    `backward` once for each of them.
+
+    If a rank is lost inside the block, the block ends without an error. The parameters are as
+    before the step, `done` is False, and the loop repeats the step on the surviving ranks. If a
+    rank is lost after the block, the loop gives all ranks this step again, with `done` True: its
+    block then does nothing, and the code after it is repeated.
+
+    Attributes:
+        index: number of the step in the run, from 0.
+        done: the step counts: the parameters were updated, or the gradient was not finite.
+        values: logged with this step.
+        open: its block is being run.
+        updating: the optimizer may step now.
+    """
+
+    def __init__(self, loop: Loop, index: int, done: bool = False) -> None:
+        self.index, self.done = index, done
+        self.values: dict[str, float] = {}
+        self._result: Mapping[str, float] | None = loop.result if done else None
+        self._loop, self._repeated = loop, done
+        self._began = self.open = False
+        self.updating = False
+        self._found: dict[str, Value] = {}  # of a micro-batch, until its last backward pass
+        self._failure: Exception | None = None
+        self._passes: RankPasses | None = None
+
+    def __enter__(self) -> Step:
+        if self._began or self._loop.current is not self:
+            raise UserError(
+                f"step {self.index + 1} was entered again, or after its turn: each step of the "
+                "loop has one `with step:` block"
+            )
+        self._began = True
+        if not self._repeated:
+            self._loop.begin_step()
+            self.open = True
+            comm.COLLECTIVES.refuse("")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool:
+        self.open = False
+        self._loop.refuse_collectives()
+        if self._repeated:
+            return False
+        if error is not None:
+            self._loop.fail_step()
+            return self.fail(error)
+        try:
+            if self._passes is not None and not self._passes.complete:
+                self._loop.fail_step()
+                raise UserError(
+                    f"step {self.index + 1}: the block ended before step.backward was called for "
+                    "each micro-batch of this rank: the gradient of the global batch would be wrong"
+                )
+            self.updating = True
+            self._loop.end_step()
+        except RankLostError as lost:
+            return self.fail(lost)
+        finally:
+            self.updating = False
+            if self._loop.progress.step > self.index:
+                self.done, self._result = True, self._loop.result
+        return False
+
+    def fail(self, error: BaseException) -> bool:
+        """Note the loss of a rank, which the loop handles; return False for any other error."""
+        if not isinstance(error, RankLostError):
+            return False
+        self._failure = error
+        if self._result is None:
+            self._result = defaultdict(lambda: math.nan)
+        return True
+
+    @property
+    def result(self) -> Mapping[str, float]:
+        """After the block: "loss", "grad_norm" and the metrics, as means over the global batch.
+
+        All are NaN if the block ended because a rank was lost, and the step will be repeated.
+
+        Raises:
+            UserError: the block has not ended.
+        """
+        if self._result is None:
+            raise UserError("step.result is known after the step's block")
+        return self._result
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterate over this rank's micro-batches, on its device; there may be none."""
+        if self._repeated:
+            return iter(())
+        if not self.open or self._passes is not None:
+            raise UserError(
+                "a step gives its micro-batches once, inside its block: with step: for batch in "
+                "step: ..."
+            )
+        self._passes = self._loop.open_passes()
+        return iter(self._passes)
+
+    def backward(self, loss: Value, *, optimizer: str | None = None, **metrics: Value) -> None:
+        """Run the backward pass of the micro-batch that was taken last.
+
+        With several optimizers it is called once for each of them, and computes the gradients of
+        its parameters alone. All of them step at the end of the block.
+
+        Args:
+            loss: a scalar tensor, the mean over the micro-batch's samples; or (sum, weight), such
+                as the sum over its tokens and their number. The step's gradient is that of the mean
+                over the global batch.
+            optimizer: name of the optimizer, if there are several; the loss is then a mean.
+            metrics: further values of the same form, averaged and logged.
+
+        Raises:
+            UserError: there is no such micro-batch or optimizer, or a metric is missing or unknown.
+        """
+        if not self.open or self._passes is None:
+            raise UserError(
+                "step.backward is called inside the step's block, once for each micro-batch: with "
+                "step: for batch in step: step.backward(loss)"
+            )
+        forward, several = self._passes.forward, self._loop.optimizers
+        parameters = None
+        if several is not None:
+            if optimizer not in several or not isinstance(loss, Tensor):
+                raise UserError(
+                    f"step.backward got the optimizer {optimizer!r}: with several optimizers it is "
+                    f"step.backward(mean, optimizer=NAME), once for each of {', '.join(several)}"
+                )
+            parameters, name = several[optimizer], f"{optimizer}_loss"
+            if name in self._found:
+                raise UserError(f"step.backward was called twice for the optimizer {optimizer}")
+            self._found |= {name: loss.detach(), **metrics}
+            if sum(f"{other}_loss" in self._found for other in several) < len(several):
+                self._passes.backward_of_some(loss, parameters)
+                return
+            metrics, self._found = self._found, {}
+        elif optimizer is not None:
+            raise UserError(f"step.backward: there is one optimizer, so none is called {optimizer}")
+        if metrics.keys() != {*forward.names[1:]}:
+            raise UserError(
+                f"step.backward got the metrics {sorted(metrics)}, but training(metrics=...) "
+                f"names {sorted(forward.names[1:])}"
+            )
+        if several is None:
+            values = forward.values({"loss": loss, **metrics}, forward.names)
+        else:
+            losses = [torch.as_tensor(metrics[f"{name}_loss"]) for name in several]
+            found = forward.values({"loss": torch.stack(losses).sum(), **metrics}, forward.names)
+            values = found._replace(loss=torch.as_tensor(loss))
+        self._passes.backward(values, parameters)
+
+    def run(self) -> None:
+        """Run the step with the task's loss; `check` raises what fails."""
+        try:
+            with self:
+                if not self._repeated:
+                    self._loop.train_step()
+        except Exception as error:
+            self._failure = error
+
+    def check(self) -> None:
+        """Raise the step's failure, or UserError if its block was not run."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        if not self._began:
+            raise UserError(
+                f"the loop left out the block of step {self.index + 1}: each step needs `with "
+                "step:`, on every rank"
+            )
+
+
 class Loop:
     """Run steps and call the callbacks.
 
     Args:
-        step: runs one step, and calls `_advance` when the state changes.
+        stepper: takes the steps, and calls `_advance` when the state changes.
         loader: this rank's micro-batches, from `progress.samples` on.
         applied: compared with `progress` before each step.
+        script: state of a script with its own loop; None: the built-in loop.
         callbacks: in the order in which they are called.
 
     Attributes:
         train, batch: training loop and batch sizes of the plan.
+        optimizers: parameters of each optimizer by name; None: there is one optimizer.
         topology: all ranks.
         progress: as given.
+        result: of the last step, see Step.
     """
 
     def __init__(
         self,
         plan: TrainingPlan,
-        step: Step,
+        stepper: Stepper,
         loader: TrainLoader,
         progress: Progress,
         applied: AppliedSteps,
         callbacks: Sequence[Callback],
         interruptions: Interruptions,
         context: RankContext,
+        script: ScriptState | None = None,
     ) -> None:
         self.train = plan.train
+        self._script = script
+        self.optimizers = script.parameters if script is not None else None
         self.batch = plan.batch
         self.topology = context.mesh.topology
         self.progress = progress
         self._applied = applied
-        self._step = step
+        self._stepper = stepper
         self._loader = loader
         self._learning_rate = plan.learning_rate
         self._step_samples = plan.step_samples
@@ -193,6 +393,10 @@ class Loop:
         self._heartbeat = context.heartbeat
         self._claim = context.claim
         self._membership_changed = False  # as agreed in the last step
+        self._finished = False  # the script has ended the run with the last step
+        self._began = 0.0  # time.perf_counter() at the start of the step
+        self.current: Step | None = None
+        self.result: dict[str, float] = {}
 
     @property
     def assignment(self) -> Assignment:
@@ -218,7 +422,7 @@ class Loop:
     def ending(self) -> bool:
         """Whether this step is the run's last, or the last before an early or requested stop."""
         last = self.progress.step >= self.train.steps
-        return self.progress.preempted or last or self.stopped_early
+        return self.progress.preempted or last or self.stopped_early or self._finished
 
     @property
     def generation_ends(self) -> bool:
@@ -237,10 +441,15 @@ class Loop:
         differ then (local_steps.py), after the next step at which they are equal. So `due(1)` is
         whether all ranks hold the same state and can save, compare and evaluate it.
         """
-        return self._step.due(self.progress.step, every)
+        return self._stepper.due(self.progress.step, every)
 
     def run(self) -> None:
-        """Run until the last step, or until some rank receives a stop request.
+        """Run all steps with the task's loss; raises what `steps` raises."""
+        for step in self.steps():
+            step.run()
+
+    def steps(self) -> Iterator[Step]:
+        """Yield each step until the last one, or until some rank receives a stop request.
 
         Raises:
             AgreedError: exit code 3, the gradients remained non-finite.
@@ -248,15 +457,29 @@ class Loop:
             MembershipChanged: processes join or leave.
         """
         progress = self.progress
+        if self._script is not None:
+            self._script.restore()
+            self.result = self._script.result
         if progress.record is not None:
             # Some ranks may have evaluated this step already; all evaluate it now.
             progress.evaluations = evaluations_before(progress.evaluations, progress.step)
-            self._call_back(dict(progress.record))
+            yield from self._one_step(done=True)
+        elif self._script is not None and progress.step:
+            yield from self._one_step(done=True, logs=False)  # of a checkpoint, see ScriptState
         while not self.ending:
-            record = self._one_step()
-            self._call_back(dict(record))
+            yield from self._one_step()
             if self._membership_changed and not self.ending:
                 raise MembershipChanged
+
+    def _one_step(self, done: bool = False, logs: bool = True) -> Iterator[Step]:
+        """Yield a step, and call the callbacks (`logs`) when its caller has finished with it."""
+        self.refuse_collectives()
+        self.current = step = Step(self, self.progress.step - done, done)
+        yield step
+        self.current = None
+        step.check()
+        if logs:
+            self._call_back({**(self.progress.record or {}), **step.values})
 
     def close(self) -> None:
         """Close the callbacks and the loader."""
@@ -270,37 +493,57 @@ class Loop:
             callback.on_step(self, record)
         self._check_finite()
 
-    def _one_step(self) -> StepRecord:
-        """Run one step, which `_advance` counts, and return its record."""
-        progress = self.progress
-        self._applied.check(progress.step)
-        lr = self._learning_rate(progress.step)
-        start = time.perf_counter()
-        result = self._step(
-            self._loader.next_step(progress.step),
-            self.assignment,
-            lr,
-            Flags(
-                stop=self._interruptions.stop.raised,
-                membership_changed=self._interruptions.membership_changed(),
-                step=progress.step,
-            ),
-            partial(self._advance, lr, start),
+    def refuse_collectives(self) -> None:
+        """Refuse the collectives of a script's own loop outside the blocks of its steps."""
+        if self._script is not None:
+            comm.COLLECTIVES.refuse(OUTSIDE)
+
+    # --- called by Step -----------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Begin the step, see TrainStep."""
+        self._applied.check(self.progress.step)
+        self._began = time.perf_counter()
+        flags = Flags(
+            stop=self._interruptions.stop.raised,
+            membership_changed=self._interruptions.membership_changed(),
+            step=self.progress.step,
+            finish=self._interruptions.finish(),
         )
+        self._stepper.begin(self._loader.next_step(flags.step), self.assignment, flags)
+
+    def train_step(self) -> None:
+        """Run the passes with the task's loss."""
+        self._stepper.train()
+
+    def open_passes(self) -> RankPasses:
+        """Return the passes for a caller that computes the losses."""
+        return self._stepper.passes()
+
+    def fail_step(self) -> None:
+        """End a step whose passes have failed."""
+        self._stepper.fail()
+
+    def end_step(self) -> None:
+        """Exchange the gradients and update; `_advance` counts the step."""
+        progress = self.progress
+        result = self._stepper.end(self._learning_rate(progress.step), self._advance)
         try:
-            self._step.complete()
+            self._stepper.complete()
         finally:
             # The step counts even if the other ranks' parameters did not arrive.
-            seconds = time.perf_counter() - start
-            progress.record = record = self._record(result, lr, seconds)
-        return record
+            progress.record = self._record(result, time.perf_counter() - self._began)
 
-    def _advance(self, lr: float, start: float, result: StepResult) -> None:
+    def _advance(self, result: StepResult) -> None:
         """Count a step, at the moment the parameters change."""
         progress = self.progress
         if not result.applied:
             self._applied.skip()
         progress.step += 1
+        self.result = {**result.values, "grad_norm": result.grad_norm}
+        if self._script is not None:
+            self._script.result = self.result
+            self._script.keep()
         progress.samples += result.used.samples
         nonfinite = not result.applied and not result.overflow
         progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if nonfinite else 0
@@ -308,7 +551,8 @@ class Loop:
         # A stop request in the last step has no effect: the run is finished anyway.
         progress.preempted = result.stop and progress.step < self.train.steps
         self._membership_changed = result.membership_changed
-        progress.record = self._record(result, lr, result.ready_at - start)
+        self._finished = result.finish
+        progress.record = self._record(result, result.ready_at - self._began)
         if result.overflow and self.topology.rank == 0:
             logger.info(
                 "step %d: the gradient overflows with a loss scale of %g; skipped on all ranks",
@@ -316,14 +560,14 @@ class Loop:
                 result.loss_scale,
             )
 
-    def _record(self, result: StepResult, lr: float, seconds: float) -> StepRecord:
+    def _record(self, result: StepResult, seconds: float) -> StepRecord:
         progress = self.progress
         return {
             "step": progress.step,
             "loss": result.values["loss"],
             "samples": progress.samples,
             "epoch": progress.samples / self._dataset_size,
-            "lr": lr,
+            "lr": result.lr,
             "grad_norm": result.grad_norm,
             "world_size": self.topology.world_size,
             "step_seconds": seconds,

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,14 @@ from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.buckets import SampleBuckets, Used
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.loader import Batch
-from hvdtrain.engine.accumulate import Passes, StepTotals, Totals, means
+from hvdtrain.engine.accumulate import (
+    Accumulate,
+    Passes,
+    RankPasses,
+    StepTotals,
+    Totals,
+    means,
+)
 from hvdtrain.errors import EXIT_USER
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.optim.loss_scale import LossScale
@@ -67,11 +74,13 @@ class Flags:
         stop: this rank received a request to stop.
         membership_changed: this rank was notified that processes join or leave.
         step: steps done before this one.
+        finish: this rank's script wants this step to be the last one.
     """
 
     stop: bool
     membership_changed: bool
     step: int
+    finish: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,8 +95,10 @@ class StepResult:
         loss_scale, overflow: see UpdateResult
         stop: some rank received a request to stop
         membership_changed: some rank was notified that processes join or leave
+        finish: some rank's script ends the run with this step
         used: samples and tokens in the micro-batches of all ranks
         ready_at: time.perf_counter() when the update was prepared, before the wait for other ranks
+        lr: learning rate, of the first group
     """
 
     values: dict[str, float]
@@ -97,8 +108,10 @@ class StepResult:
     overflow: bool
     stop: bool
     membership_changed: bool
+    finish: bool
     used: Used
     ready_at: float
+    lr: float
 
 
 class TrainStep:
@@ -136,6 +149,7 @@ class TrainStep:
         self._agreement = agreement
         self._context = context
         self._buffers = passes.buffers
+        self._open: _OpenStep  # since `begin`
         self._exposed = "comm_exposed" if context.mesh.world.size > 1 else "other"
         self._sizes = Sizes(
             len(passes.forward.names),
@@ -144,22 +158,56 @@ class TrainStep:
             passes.exact,
         )
 
-    def __call__(
-        self,
-        batches: Iterator[Batch],
-        assignment: Assignment,
-        lr: float,
-        flags: Flags,
-        advance: Callable[[StepResult], None] = lambda result: None,
-    ) -> StepResult:
-        """Run one step.
+    def begin(self, batches: Iterator[Batch], assignment: Assignment, flags: Flags) -> None:
+        """Begin a step, to which `passes` or `train` add gradients; `end` or `fail` must follow.
 
         Args:
             batches: this rank's micro-batches, see Passes.
             assignment: the micro-batches assigned to this rank; may be empty.
-            lr: learning rate.
             flags: sent to the other ranks in the control vector; `step` must be identical on all
                 ranks.
+        """
+        timer = self._context.timer
+        phase = timer.phase
+        timer.enter("optimizer")
+        if self._agreement is not None:
+            # No remaining rank has applied a pending update: its step is repeated now.
+            self._agreement.forget()
+        self._buffers.keep()
+        self._update.clear()
+        self._exchange.begin(len(assignment))
+        used = self._used(assignment, flags.step)
+        control = ControlVector(flags, used, self._sizes, self._context)
+        self._open = _OpenStep(batches, assignment, flags, control, phase)
+
+    def train(self) -> None:
+        """Run the task's forward and backward passes."""
+        step = self._open
+        self._passes.train(step.batches, step.assignment, step.control.totals, self._send_control)
+
+    def passes(self) -> RankPasses:
+        """Return the passes of this step for a caller that computes the losses itself."""
+        step, passes = self._open, self._passes
+        assert isinstance(passes, Accumulate)
+        return passes.begin(step.batches, step.assignment, step.control.totals, self._send_control)
+
+    def _send_control(self) -> None:
+        step = self._open
+        # A task freezes parameters in its forward pass; without a pass, none is known.
+        step.control.send(self._exchange.trained.frozen() if len(step.assignment) else ())
+
+    def fail(self) -> None:
+        """End a step whose passes have failed: restore what forward passes have changed."""
+        self._buffers.restore()
+        self._context.timer.enter(self._open.phase)
+
+    def end(
+        self, lr: float | None, advance: Callable[[StepResult], None] = lambda result: None
+    ) -> StepResult:
+        """Exchange the gradients and update the model.
+
+        Args:
+            lr: learning rate; None: leave that of the optimizer.
             advance: advances other state, such as Progress. It is called together with the
                 parameter update, even if the update is applied late.
 
@@ -169,14 +217,10 @@ class TrainStep:
                 micro-batches of different sizes.
             RuntimeError: the ranks are at different steps, or part of the global batch is missing.
         """
-        timer = self._context.timer
-        with timer.inside("optimizer"):
-            if self._agreement is not None:
-                # No remaining rank has applied a pending update: its step is repeated now.
-                self._agreement.forget()
-            self._buffers.keep()
+        timer, flags = self._context.timer, self._open.flags
+        try:
             try:
-                sums = self._reduce_gradients(batches, assignment, flags)
+                sums = self._reduce_gradients()
                 timer.enter("optimizer")
                 self._check(sums, flags.step)
                 values = means(self._passes.forward.names, sums.rows, self._batch.micro_batches)
@@ -189,33 +233,22 @@ class TrainStep:
             commit = partial(self._commit, ready, sums, values, advance, time.perf_counter())
             self._wait_for_all(flags.step + 1, ready, commit)
             return commit()
+        finally:
+            timer.enter(self._open.phase)
 
-    def _reduce_gradients(
-        self, batches: Iterator[Batch], assignment: Assignment, flags: Flags
-    ) -> ControlSums:
-        """Run the passes and exchange their gradients; return the sums over all ranks.
+    def _reduce_gradients(self) -> ControlSums:
+        """Exchange the gradients of all passes; return the sums over all ranks.
 
         Afterwards each parameter has the gradient of the global batch.
         """
-        timer, heartbeat = self._context.timer, self._context.heartbeat
-        self._update.clear()
-        self._exchange.begin(len(assignment))
-        control = ControlVector(
-            flags, self._used(assignment, flags.step), self._sizes, self._context
-        )
-
-        def send_control() -> None:
-            # A task freezes parameters in its forward pass; without a pass, none is known.
-            control.send(self._exchange.trained.frozen() if len(assignment) else ())
-
-        self._passes.train(batches, assignment, control.totals, before_last=send_control)
-        if not len(assignment):
-            send_control()
+        timer, heartbeat, step = self._context.timer, self._context.heartbeat, self._open
+        if not len(step.assignment):
+            self._send_control()
         heartbeat.beat(Activity.WAITING)
         timer.enter(self._exposed)
         self._exchange.reduce()
         self._passes.finish()
-        sums = control.receive()
+        sums = step.control.receive()
         self._passes.statistics.apply(sums.statistics)
         heartbeat.beat(Activity.WORKING)
         return sums
@@ -299,8 +332,10 @@ class TrainStep:
             overflow=updated.overflow,
             stop=sums.stops > 0,
             membership_changed=sums.changes > 0,
+            finish=sums.finishes > 0,
             used=sums.used,
             ready_at=ready_at,
+            lr=self._update.lr,
         )
         advance(result)
         return result
@@ -322,6 +357,16 @@ class TrainStep:
         if self._sharded is not None:
             with self._context.timer.inside(self._exposed):
                 self._sharded.gather()
+
+
+class _OpenStep(NamedTuple):
+    """A step that has begun; `phase`: the timer's phase before it."""
+
+    batches: Iterator[Batch]
+    assignment: Assignment
+    flags: Flags
+    control: ControlVector
+    phase: str
 
 
 @dataclass(frozen=True)
@@ -346,7 +391,7 @@ class ControlSums:
     """Content of a control vector, summed over all ranks.
 
     Args:
-        stops, changes: number of ranks that raised the flag.
+        stops, changes, finishes: number of ranks that raised the flag.
         steps: sum of the ranks' `step`.
         used: contents of all ranks' micro-batches.
         rows: rows of the loss and the metrics, 3 rows as returned by `accumulate.rows_of`.
@@ -356,6 +401,7 @@ class ControlSums:
 
     stops: float
     changes: float
+    finishes: float
     steps: float
     used: Used
     rows: list[list[float]]
@@ -387,7 +433,8 @@ class ControlVector:
 
     def __init__(self, flags: Flags, used: Used, sizes: Sizes, context: RankContext) -> None:
         head = torch.tensor(
-            [flags.stop, flags.membership_changed, flags.step, *used], dtype=torch.float64
+            [flags.stop, flags.membership_changed, flags.finish, flags.step, *used],
+            dtype=torch.float64,
         )
         parts = Totals.number_of_parts(sizes.exact)
         numbers = 3 * sizes.values + sizes.statistics
@@ -423,12 +470,12 @@ class ControlVector:
         values = self.totals.values.value()
         known = torch.cat([self._vector[: sum(self._lengths[:2])], values.flatten()])
         numbers = iter(known.tolist())  # a single synchronization with the device
-        stops, changes, steps, *contents = islice(numbers, self._lengths[0])
+        stops, changes, finishes, steps, *contents = islice(numbers, self._lengths[0])
         used = Used(*map(int, contents))
         frozen = [*islice(numbers, self._lengths[1])]
         rows = [[*islice(numbers, values.shape[1])] for _ in range(3)]
         statistics = self.totals.statistics.value()
-        return ControlSums(stops, changes, steps, used, rows, frozen, statistics)
+        return ControlSums(stops, changes, finishes, steps, used, rows, frozen, statistics)
 
 
 @dataclass(frozen=True)
@@ -491,24 +538,32 @@ class Update:
         self._clip_norm = clip_norm
         self._loss_scale = loss_scale
         self._total_norm = total_norm or norm_of_gradients
+        self._lr: float | None = None
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the last update, as given to `prepare`, or of the first group."""
+        return self._lr if self._lr is not None else float(self._optimizer.param_groups[0]["lr"])
 
     def clear(self) -> None:
         """Drop the gradients of the previous step."""
         self._optimizer.zero_grad()
 
-    def prepare(self, lr: float, gradient_scale: float) -> ReadyUpdate:
+    def prepare(self, lr: float | None, gradient_scale: float) -> ReadyUpdate:
         """Scale, check and clip the gradients; parameters and optimizer state stay unchanged.
 
         All ranks make the same decision: every rank holds the bitwise identical gradient, or (with
         local SGD, and if a model spans ranks) its own gradient and a bitwise identical norm.
 
         Args:
-            lr: base learning rate; a group with an lr_scale uses lr * lr_scale.
+            lr: base learning rate; a group with an lr_scale uses lr * lr_scale. None: leave the
+                optimizer's.
             gradient_scale: factor applied to the gradients first.
 
         Raises:
             RankLostError: another rank is gone.
         """
+        self._lr = lr
         parameters = self._exchange.parameters
         own = [local(p.grad) for p in parameters if p.grad is not None]
         # torch._foreach_* (one kernel for all gradients) are private, without a public equivalent.
@@ -521,7 +576,8 @@ class Update:
         if applied:
             if self._clip_norm > 0:
                 _clip(own, self._clip_norm, norm)  # with local SGD, by the norm of this rank
-            set_learning_rate(self._optimizer, lr)
+            if lr is not None:
+                set_learning_rate(self._optimizer, lr)
         return ReadyUpdate(float(common), applied, [p.grad for p in parameters])
 
     def commit(self, ready: ReadyUpdate) -> UpdateResult:

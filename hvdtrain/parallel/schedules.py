@@ -5,6 +5,7 @@ A schedule is built once for each number of micro-batches.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ _SEVERAL_STAGES = {
     "interleaved1f1b": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
 }
+# torch 2.9 always concatenates the outputs, which fails for losses: they are scalars. Its GPipe
+# refuses fewer micro-batches than ranks.
+_OLD = "return_outputs" not in inspect.signature(ScheduleGPipe.step).parameters
 _KEPT = 8  # schedules; each has a buffer for every activation that it receives
 
 
@@ -123,6 +127,11 @@ class _Stage(PipelineStage):
         super().__init__(module, number, layout.stages, device, group=group)
         self._computing = computing
 
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        # Private: messages that open NCCL's connections. Gloo's are open, and torch 2.9 sends 8
+        # bytes to a receiver of 4, which ends the process.
+        return super()._get_init_p2p_neighbors_ops() if self.device.type == "cuda" else []
+
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._computing("forward"):
             try:
@@ -182,7 +191,8 @@ class Schedules:
         while len(self._made) >= _KEPT:
             del self._made[next(iter(self._made))]
         numbers = torch.arange(micro_batches)
-        schedule.step(micro_batch=numbers, target=numbers, return_outputs=False)
+        omitted = {} if _OLD else {"return_outputs": False}
+        schedule.step(micro_batch=numbers, target=numbers, **omitted)
         self._made[key] = schedule
 
     def _make(self, micro_batches: int, train: bool) -> Any:
@@ -199,7 +209,10 @@ class Schedules:
         kind = schedule_class(self._name, self._layout, micro_batches if train else 0)
         one_stage = kind in (ScheduleGPipe, Schedule1F1B)
         given = stages[0] if one_stage else stages
-        return kind(given, micro_batches, loss_fn=loss, scale_grads=False)
+        schedule = kind(given, micro_batches, loss_fn=loss, scale_grads=False)
+        if _OLD:
+            schedule._merge_outputs = lambda outputs: None
+        return schedule
 
 
 def schedule_class(name: str, layout: Layout, micro_batches: int) -> Any:
@@ -208,7 +221,10 @@ def schedule_class(name: str, layout: Layout, micro_batches: int) -> Any:
         rounds = max(1, micro_batches // layout.ranks)
         possible = micro_batches > 0 and micro_batches % rounds == 0
         return _SEVERAL_STAGES[name] if possible else ScheduleLoopedBFS
-    return Schedule1F1B if name == "1f1b" and micro_batches >= layout.ranks else ScheduleGPipe
+    if name == "1f1b" and micro_batches >= layout.ranks:
+        return Schedule1F1B
+    # With one stage per rank both have the same order of passes.
+    return ScheduleLoopedBFS if _OLD and micro_batches < layout.ranks else ScheduleGPipe
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from hvdtrain.engine.loop import Callback, Interruptions, Loop, TrainingPlan
 from hvdtrain.engine.memory import arrange_activations, compile_blocks
 from hvdtrain.engine.state import PRECISION, RunState, Snapshot
 from hvdtrain.engine.step import TrainStep, Update
+from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.log import logger
@@ -134,6 +135,9 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
     )
     exchange = strategy.exchange(optimizer, model, config.batch.micro_batches)
     parts = [*exchange.state_parts()]
+    script = optional(task, "script_state")
+    if script is not None:
+        parts.append(script)
     if precision.loss_scale is not None:
         precision.loss_scale.unscale_gradients(exchange.parameters)
         parts.append(precision.loss_scale)
@@ -228,7 +232,9 @@ def build_loop(
     step = TrainStep(
         passes, exchange, update, batch, context, buckets, sharded, components.agreement
     )
-    rate = partial(learning_rate, config.schedule, config.optim.lr, steps=config.train.steps)
+    rate = optional(components.task, "schedule") or partial(
+        learning_rate, config.schedule, config.optim.lr, steps=config.train.steps
+    )
     return Loop(
         TrainingPlan(
             config.train,
@@ -246,6 +252,7 @@ def build_loop(
         callbacks,
         interruptions,
         context,
+        optional(components.task, "script_state"),
     )
 
 
@@ -307,5 +314,26 @@ def build_run_optimizer(config: Config, task: Task, model: nn.Module) -> Optimiz
     Raises:
         UserError: the optimizer does not fit the model.
     """
+    own = optional(task, "optimizer")
+    if own is not None:
+        return _checked(own(model), model)
     groups = optional(task, "param_groups")
     return build_optimizer(config.optim, model, groups(model) if groups else None)
+
+
+def _checked(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+    """Return a task's optimizer if it has all trained parameters of the model, and no others."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [n for p, n in names.items() if p.requires_grad and p not in own]
+    if not own <= names.keys():
+        raise UserError(
+            "the optimizer has parameters that the model does not have: it must be built from this "
+            "model's parameters"
+        )
+    if missing:
+        raise UserError(
+            f"the optimizer lacks {len(missing)} trained parameters of the model, such as "
+            f"{missing[0]}: give it all of them, or freeze them (requires_grad_(False))"
+        )
+    return optimizer

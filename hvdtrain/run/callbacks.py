@@ -16,13 +16,30 @@ from hvdtrain.engine.callbacks.log import Export, LogMetrics, RecordMfu
 from hvdtrain.engine.callbacks.profile import Profile
 from hvdtrain.engine.callbacks.replicas import ReplicaCheck
 from hvdtrain.engine.callbacks.stragglers import Destinations, DetectStragglers
-from hvdtrain.engine.loop import Callback, StepRecord
+from hvdtrain.engine.loop import Callback, Loop, StepRecord
 from hvdtrain.engine.state import KeepCommonState
+from hvdtrain.errors import UserError
 from hvdtrain.run.build import RunComponents, build_passes
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.tasks import optional
+
+
+class OwnCallback(Callback):
+    """A callback of the task: `on_step(record)` returns values to add to the step, by name."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def on_step(self, loop: Loop, record: StepRecord) -> None:
+        values = self._own.on_step(dict(record)) or {}
+        if wrong := [name for name in values if name in record]:
+            raise UserError(
+                f"the task's callback {type(self._own).__name__} adds {', '.join(wrong)} to step "
+                f"{record['step']}, which has it already: choose another name"
+            )
+        record.update({name: float(value) for name, value in values.items()})
 
 
 @dataclass
@@ -34,6 +51,7 @@ class Callbacks:
     export: Export | None
     stragglers: DetectStragglers | None
     evaluate: Evaluate | None
+    own: list[OwnCallback]
     log: LogMetrics
     checkpoint: SaveCheckpoints
     snapshot: KeepCommonState | None
@@ -41,8 +59,11 @@ class Callbacks:
 
     def as_list(self) -> list[Callback]:
         """Return the configured callbacks."""
-        every = (getattr(self, field.name) for field in fields(self))
-        return [callback for callback in every if callback is not None]
+        found: list[Callback] = []
+        for slot in fields(self):
+            value = getattr(self, slot.name)
+            found += value if isinstance(value, list) else [value] if value is not None else []
+        return found
 
 
 @dataclass(frozen=True)
@@ -105,6 +126,7 @@ def build_callbacks(
         )
         if config.eval.every and components.datasets.validation is not None
         else None,
+        own=[OwnCallback(own) for own in (optional(components.task, "callbacks") or list)()],
         log=LogMetrics(
             recorder.metrics if recorder else None,
             outputs.recent,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from hvdtrain.elastic.membership import Membership
 from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity
 from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.integrity import TensorHash, state_hash
-from hvdtrain.engine.loop import Interruptions, Loop
+from hvdtrain.engine.loop import Interruptions, Loop, Step
 from hvdtrain.engine.state import Snapshot
 from hvdtrain.errors import EXIT_PREEMPTED, UserError, crash
 from hvdtrain.exchange.local_sgd import LocalSgd
@@ -52,6 +52,7 @@ class Launched:
         local_rank: its local rank at its start; local ranks change in an elastic run.
         stop: raised when this process is asked to stop.
         membership: in an elastic run.
+        finish: see Session.
     """
 
     settings: Settings
@@ -59,6 +60,7 @@ class Launched:
     local_rank: int
     stop: StopFlag
     membership: Membership | None
+    finish: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,8 @@ class Generation:
         self._statuses: list[RankStatus] = []
         self._lost_step: int | None = None  # step whose state all its holders lost
 
-    def run(self) -> int:
-        """Train to the run's end; return the exit code.
+    def steps(self) -> Generator[Step, None, int]:
+        """Yield each step until the run's end; return the exit code.
 
         Raises:
             MembershipChanged, RankLostError: another generation follows.
@@ -116,7 +118,7 @@ class Generation:
         source = self._take_over(source)
         on_all_ranks("recorder", lambda: self._open_recorder(targets))
         self._emit_start(source)
-        return self._train()
+        return (yield from self._train())
 
     # --- state transfer -------------------------------------------------------
 
@@ -311,7 +313,7 @@ class Generation:
 
     # --- training -------------------------------------------------------------
 
-    def _train(self) -> int:
+    def _train(self) -> Generator[Step, None, int]:
         persistent, cause, context = self._persistent, self._cause, self._context
         failed = cause.name == "failure"
         outputs = Outputs(
@@ -323,7 +325,9 @@ class Generation:
         callbacks = build_callbacks(self._config, self._components, outputs, context)
         membership = self._launched.membership
         interruptions = Interruptions(
-            self._launched.stop, lambda: membership is not None and membership.hosts_changed
+            self._launched.stop,
+            lambda: membership is not None and membership.hosts_changed,
+            self._launched.finish,
         )
         listed = callbacks.as_list()
         loop = build_loop(self._config, self._components, listed, interruptions, context)
@@ -332,7 +336,7 @@ class Generation:
             logger.info("resumed after step %d, %.2f s later", loop.progress.step, seconds)
         persistent.phase = TRAINING
         try:
-            loop.run()
+            yield from loop.steps()
         finally:
             loop.close()
         context.heartbeat.beat(Activity.PREPARING)

@@ -331,6 +331,7 @@ class PersistentState:
     Args:
         watchdog: watchdog of this process; receives the path of its log.
         local_rank: the local rank at the start, for the name of that log.
+        name: of the run, if it has no ID.
 
     Attributes:
         run_id: ID of the run; rank 0 decides it.
@@ -346,11 +347,13 @@ class PersistentState:
         phase: phase of the generation, see elastic/status.py.
     """
 
-    def __init__(self, config: Config, watchdog: KeptWatchdog | None, local_rank: int) -> None:
+    def __init__(
+        self, config: Config, watchdog: KeptWatchdog | None, local_rank: int, name: str
+    ) -> None:
         self._config = config
         self._watchdog = watchdog
         self._local_rank = local_rank
-        self.run_id = config.run.id or default_id(config.task)
+        self.run_id = config.run.id or default_id(name)
         self.directory = RunDirectory(Path(config.run.root) / self.run_id)
         self.directory.ownership.look()  # first of two reads of the owner's counter
         self.claim = Claim.of_this_process()

@@ -30,11 +30,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from math import prod
+
+import torch
 
 from hvdtrain import log
 from hvdtrain.config import Settings
@@ -48,10 +51,11 @@ from hvdtrain.elastic.membership import (
 )
 from hvdtrain.elastic.status import RENDEZVOUS, STATE_TRANSFER, TRAINING, ProcessStatus
 from hvdtrain.elastic.watchdog import KeptWatchdog
-from hvdtrain.engine.loop import MembershipChanged
+from hvdtrain.engine.loop import MembershipChanged, Step
 from hvdtrain.errors import EXIT_CRASH, crash
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_components
+from hvdtrain.run.data import build_datasets
 from hvdtrain.run.generation import Cause, Generation, Launched, restore_consistent_state
 from hvdtrain.run.prepare import Prepared, Start, prepare, prepare_environment
 from hvdtrain.run.recorder import PersistentState
@@ -64,6 +68,7 @@ from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.init import abort_collectives, initialize, shut_down
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.tasks import Task, optional
 from hvdtrain.untrusted import printable_lines
 
 _LONGEST_MESSAGE = 1000
@@ -89,7 +94,7 @@ def run(settings: Settings, stop: StopFlag, began: float) -> int:
     except RankLostError as error:
         raise crash(f"Horovod could not be started: {error}") from None
     try:
-        code = session.run()
+        code = run_steps(session.steps())
     except AgreedError as error:
         code = session.end_by_agreement(error)
     except BaseException as error:
@@ -102,15 +107,38 @@ def run(settings: Settings, stop: StopFlag, began: float) -> int:
     return code
 
 
+def run_steps(steps: Generator[Step, None, int]) -> int:
+    """Run each step with the task's loss; return the exit code."""
+    while True:
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            return int(end.value)
+        step.run()
+
+
 class Session:
     """One run in this process, see the top of this file.
+
+    Args:
+        script: the task of a script with its own loop; None: that of the configuration.
+        finish: whether the script wants the next step to be the last one.
 
     Attributes:
         topology: the ranks of this generation.
         persistent: what this process keeps between generations.
+        removed: the run continues without this process.
     """
 
-    def __init__(self, settings: Settings, stop: StopFlag, began: float) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        stop: StopFlag,
+        began: float,
+        script: Task | None = None,
+        finish: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._script, self.removed = script, False
         self._began = began
         self._began_clock = time.perf_counter()
         self._stop = stop
@@ -126,15 +154,24 @@ class Session:
             self._local_rank,
             stop,
             self._membership,
+            finish,
         )
         self.persistent = PersistentState(
-            settings.config, self._start_watchdog(settings), self._local_rank
+            settings.config,
+            self._start_watchdog(settings),
+            self._local_rank,
+            settings.config.task if script is None else optional(script, "run_name"),
         )
         self._strategy = build_strategy(settings.config, elastic=self._membership is not None)
         # None until a generation builds them, if the strategy rebuilds.
         self._components: RunComponents | None = None
         self._threads = settings.config.runtime.threads
         self.topology = initialize(self._threads, lambda: stop.raised)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process; known inside the loop."""
+        return self._prepared.device
 
     def _start_watchdog(self, settings: Settings) -> KeptWatchdog | None:
         if environment.launched_size() in (None, 1) and not environment.elastic():
@@ -164,8 +201,8 @@ class Session:
         abort_collectives()
         self._strategy.abort_collectives()
 
-    def run(self) -> int:
-        """Train and return the exit code.
+    def steps(self) -> Generator[Step, None, int]:
+        """Yield each step of the run; return the exit code.
 
         Raises:
             RankLostError: a rank was lost in a run that is not elastic.
@@ -174,9 +211,9 @@ class Session:
         self._prepare()
         try:
             if self._membership is None:
-                code = self._train(Cause("launch", self._began))
+                code = yield from self._train(Cause("launch", self._began))
             else:
-                code = self._generations(self._membership)
+                code = yield from self._generations(self._membership)
         finally:
             if self._prepared.exporter is not None:
                 self._prepared.exporter.close()
@@ -222,11 +259,13 @@ class Session:
         settings, membership, topology = self._launched.settings, self._membership, self.topology
         agree_to_start(settings, self._launched.digest, topology, membership)
         start = Start(self._began_clock, self._local_rank, elastic=membership is not None)
-        self._prepared = prepare(settings, topology, start)
+        script = self._script
+        data = (script, build_datasets(script, settings.config)) if script is not None else None
+        self._prepared = prepare(settings, topology, start, data)
         if not self._strategy.rebuilds:
             self._components = build_components(self._prepared, self._strategy, topology)
 
-    def _train(self, cause: Cause) -> int:
+    def _train(self, cause: Cause) -> Generator[Step, None, int]:
         if self._strategy.rebuilds:
             heartbeat.HEARTBEAT.beat(Activity.PREPARING)
             self.persistent.phase = STATE_TRANSFER
@@ -242,7 +281,7 @@ class Session:
             self._launched, self._components, self.persistent, self.topology, cause
         )
         with self._strategy.lost_peers():
-            return generation.run()
+            return (yield from generation.steps())
 
     def _let_replace(self, membership: Membership, reason: ReplacedError) -> int:
         """End this healthy process so that a new one replaces it; return the exit code."""
@@ -255,8 +294,8 @@ class Session:
             shut_down()
         return 0
 
-    def _generations(self, membership: Membership) -> int:
-        """Join generations and train in them until the run's end; return the exit code."""
+    def _generations(self, membership: Membership) -> Generator[Step, None, int]:
+        """Join generations and yield their steps until the run's end; return the exit code."""
         rejoin = Rejoin(membership, self._launched, self._prepared, self.persistent, self._strategy)
         failed_at, failure = -1, Failure()
         cause = Cause("launch", self._began)
@@ -264,6 +303,7 @@ class Session:
             try:
                 self.topology = rejoin(failure, self._components)
             except RemovedError:
+                self.removed = True
                 return 0
             except RefusedError as refusal:
                 print(f"hvdtrain: error: {refusal}", file=sys.stderr, flush=True)
@@ -271,8 +311,9 @@ class Session:
             except LostError as error:
                 raise crash(f"the launcher no longer responds ({error})") from None
             try:
-                return self._train(cause)
+                return (yield from self._train(cause))
             except ReplacedError as error:
+                self.removed = True
                 return self._let_replace(membership, error)
             except MembershipChanged:
                 failure = Failure()

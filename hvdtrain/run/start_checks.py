@@ -80,7 +80,13 @@ def _check_start(settings: Settings, topology: Topology, membership: Membership 
             "run.id is missing: torchrun --max-restarts starts the ranks again after a failure, "
             "and they resume the run of that name; add --run.id NAME"
         )
-    ranks = Ranks(topology.world_size, elastic, controller() == "mpi", recipe.is_ours())
+    ranks = Ranks(
+        topology.world_size,
+        elastic,
+        mpi=controller() == "mpi",
+        patched=recipe.is_ours(),
+        torch=recipe.installed_version("torch") or "",
+    )
     check_ranks(with_global_batch(config, topology.world_size), ranks)
     parallel = config.parallel
     if parallel.spans_ranks and not elastic:  # the elastic driver forms whole replicas

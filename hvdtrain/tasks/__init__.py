@@ -10,6 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from hvdtrain.errors import UserError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
+ENTRY_POINTS = "hvdtrain.tasks"
 BUILT_IN = {
     "language_model": "hvdtrain.tasks.language_model:LanguageModel",
     "image": "hvdtrain.tasks.image:Image",
@@ -59,13 +61,17 @@ class Task(Protocol):
     `collate(samples)` makes a batch of a list of samples (default: torch's default_collate);
     `measures(rows)` computes an evaluation's metrics that are not means, by name, such as an AUC.
     Its argument contains the "rows" that `loss` returned, for all samples and ranks in the order of
-    the data, (samples, ...) float64 on the CPU.
+    the data, (samples, ...) float64 on the CPU. `optimizer(model)` returns the optimizer (default:
+    that of optim.name), and `schedule(step)` the learning rate of a step, from 0, or None to leave
+    it to the optimizer (default: that of schedule.name). `callbacks()` returns a list of objects
+    whose `on_step(record)` is called after each step, see docs/custom-tasks.md.
     """
 
     OPTIONAL: ClassVar[Mapping[str, Any]] = {
         "Config": None, "defaults": {}, "metrics": (), "validation_metrics": (), "derived": None,
         "measures": None, "units": None, "sample": None, "param_groups": None, "blocks": None,
-        "collate": None,
+        "collate": None, "optimizer": None, "schedule": None, "callbacks": None,
+        "script_state": None, "run_name": None,
     }  # fmt: skip
 
     def datasets(self) -> Datasets:
@@ -92,20 +98,35 @@ def optional(task: Any, name: str) -> Any:
     return getattr(task, name, Task.OPTIONAL[name])
 
 
+def installed() -> dict[str, str]:
+    """Return name -> package.module:Class of the built-in tasks and those of installed packages.
+
+    A package registers its tasks as entry points of the group "hvdtrain.tasks". They cannot replace
+    a built-in task.
+    """
+    found = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    return {
+        **BUILT_IN,
+        **{name: path for name, path in sorted(found.items()) if name not in BUILT_IN},
+    }
+
+
 def load_class(name: str) -> type:
     """The class of a task.
 
     Args:
-        name: a built-in task's name, or `package.module:Class`.
+        name: name of a built-in or installed task, or `package.module:Class`.
 
     Raises:
         UserError: there is no such task.
     """
     path = BUILT_IN.get(name, name)
+    if ":" not in path:
+        path = installed().get(name, name)
     module_name, colon, class_name = path.partition(":")
     if not colon:
         raise UserError(
-            f"task: no task is called {name!r}; built in: {', '.join(BUILT_IN)}; "
+            f"task: no task is called {name!r}; there are {', '.join(installed())}; "
             "your own is given as package.module:Class"
         )
     try:

@@ -49,6 +49,7 @@ def test_exact_run_is_bitwise_identical_after_kill_resize_and_resume(
     assert weights(resumed.run, STEPS) == weights(alone / "case", STEPS)
 
 
+@pytest.mark.soak
 def test_exact_tabular_run_is_bitwise_identical_after_a_kill(
     job: Callable[..., ElasticJob], runs: Path
 ) -> None:
@@ -60,6 +61,7 @@ def test_exact_tabular_run_is_bitwise_identical_after_a_kill(
     _assert_as_alone_through_a_kill(running, runs, keys, ranks=2)
 
 
+@pytest.mark.soak
 def test_exact_interleaved_run_is_bitwise_identical_after_a_kill(
     job: Callable[..., ElasticJob], runs: Path
 ) -> None:
@@ -104,7 +106,9 @@ def _assert_as_alone_through_a_kill(running: ElasticJob, runs: Path, keys: str, 
     ("flags", "same_curve"),
     [
         ("--exchange.wire float16 --precision.name fp16", True),
-        ("--exchange.compression topk --exchange.ratio 0.4", False),
+        pytest.param(
+            "--exchange.compression topk --exchange.ratio 0.4", False, marks=pytest.mark.soak
+        ),
     ],
 )
 def test_replaced_rank_joins_float16_and_top_k_exchanges(

@@ -43,7 +43,7 @@ THREE = {
     ("launcher", "batch"),
     [
         pytest.param("horovodrun-gloo", "idle-ranks", marks=pytest.mark.soak),
-        ("mpirun", "two-each"),
+        pytest.param("mpirun", "two-each", marks=pytest.mark.soak),
     ],
 )
 def test_sixteen_ranks_on_two_hosts_match_one_process_bitwise(

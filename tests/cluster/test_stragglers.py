@@ -64,6 +64,7 @@ def _events(runs: Path, name: str) -> list[tuple[int, str, str]]:
     return [(e["rank"], e["host"], e["phase"]) for e in lines if e["event"] == name]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_rank_with_slow_data_is_named_once(cluster: Cluster, runs: Path) -> None:
     lag = runs / "lag"

@@ -24,6 +24,7 @@ from hvdtrain.runtime.collectives import gather_bytes
 from hvdtrain.runtime.mesh import Group, Topology
 from hvdtrain.tasks import Datasets
 from tests.support.contexts import replicated
+from tests.support.stepping import take_step
 
 WIDTH, SIZE, LR, CLIP = 8, 4, 0.05, 0.1
 EVERY = 3
@@ -81,7 +82,9 @@ class _Rank:
         if poisoned and self.topology.rank == self.topology.world_size - 1:
             batches[0][0, 0] = float("nan")
         self.state.progress.step = step + 1
-        result = self.run_step(iter(batches), self.assignment, LR, Flags(False, False, step))
+        result = take_step(
+            self.run_step, iter(batches), self.assignment, LR, Flags(False, False, step)
+        )
         if average:
             self.exchange.average()
         return result.applied
@@ -200,7 +203,7 @@ def test_averaging_after_each_step_equals_steps_with_the_mean_gradient(
     for number in range(5):
         rank.step(number, average=True)
         batches = [_batch(number, j) for j in dense.assignment]
-        step(iter(batches), dense.assignment, LR, Flags(False, False, number))
+        take_step(step, iter(batches), dense.assignment, LR, Flags(False, False, number))
         for parameter, expected in zip(
             rank.state.model.parameters(), model.parameters(), strict=True
         ):

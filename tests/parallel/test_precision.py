@@ -28,6 +28,7 @@ from hvdtrain.runtime.config import RuntimeConfig
 from hvdtrain.runtime.mesh import Group, Topology
 from hvdtrain.tasks import Datasets
 from tests.support.contexts import replicated
+from tests.support.stepping import take_step
 
 WIDTH, SIZE, CPU = 8, 4, torch.device("cpu")
 FIRST = 2.0**16
@@ -97,7 +98,9 @@ class _Rank:
         last = self._topology.rank == self._topology.world_size - 1
         factors = {next(iter(self._assignment)): 1e4 if overflows and last else 0.1}
         batches = [_batch(step, j, factors.get(j, 0.1)) for j in self._assignment]
-        return self._step(iter(batches), self._assignment, 0.01, Flags(False, False, step))
+        return take_step(
+            self._step, iter(batches), self._assignment, 0.01, Flags(False, False, step)
+        )
 
     def digests(self) -> set[bytes]:
         """Return the digests of all ranks' states; one digest if they are replicas."""

@@ -22,6 +22,7 @@ from hvdtrain.runtime.collectives import AgreedError, gather_json
 from hvdtrain.runtime.mesh import Group, Topology
 from hvdtrain.tasks import Datasets
 from tests.support.contexts import replicated
+from tests.support.stepping import take_step
 from tests.support.unusual import Rebound
 
 WIDTH = 8
@@ -105,7 +106,7 @@ def test_only_frozen_parameters_stay_unchanged(
         own = Assignment(micro_batches, Group(topology.rank, topology.world_size))
         task.frozen = frozen
         before = [p.detach().clone() for p in model[0].parameters()]
-        step((_batch(number, j) for j in own), own, 0.05, Flags(False, False, number))
+        take_step(step, (_batch(number, j) for j in own), own, 0.05, Flags(False, False, number))
         # A plain loop over all micro-batches, in which only trained parameters have gradients.
         optimizer.zero_grad()
         for j in range(micro_batches):
@@ -148,7 +149,7 @@ def test_skipped_step_leaves_the_state_of_every_rank_unchanged(topology: Topolog
         batches = [_batch(number, j) for j in own]
         if poisoned and topology.rank == topology.world_size - 1:
             batches[0][0, 0] = float("nan")
-        return step(iter(batches), own, 0.05, Flags(False, False, number))
+        return take_step(step, iter(batches), own, 0.05, Flags(False, False, number))
 
     assert run(0, poisoned=False).applied
     before = _state(model, optimizer)
@@ -180,7 +181,9 @@ def test_weighted_loss_is_averaged_over_the_global_batch(topology: Topology, sha
     optimizer = _optimizer(alone, "sgd")
     for number in range(3):
         own = Assignment(micro_batches, Group(topology.rank, topology.world_size))
-        result = step((_batch(number, j) for j in own), own, 0.05, Flags(False, False, number))
+        result = take_step(
+            step, (_batch(number, j) for j in own), own, 0.05, Flags(False, False, number)
+        )
         batches = [_batch(number, j) for j in range(micro_batches)]
         rows = torch.cat(batches)
         optimizer.zero_grad()
@@ -219,4 +222,4 @@ def test_mix_of_mean_and_weighted_losses_is_refused_on_every_rank(topology: Topo
         batches[0][0, 0] = 0
     message = f"'loss' as .sum, weight. for {micro_batches - 1} and as a mean for 1 of"
     with pytest.raises(AgreedError, match=message):
-        step(iter(batches), own, 0.05, Flags(False, False, 0))
+        take_step(step, iter(batches), own, 0.05, Flags(False, False, 0))

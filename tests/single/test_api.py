@@ -189,7 +189,9 @@ def test_unknown_key_raises_and_creates_no_run_directory(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)]
+)
 def test_interrupted_notebook_leaves_no_ranks_running(
     tmp_path: Path, number: signal.Signals
 ) -> None:

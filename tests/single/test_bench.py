@@ -103,6 +103,7 @@ print("hierarchical", os.environ["HOROVOD_HIERARCHICAL_ALLREDUCE"])
 """
 
 
+@pytest.mark.soak
 def test_measured_loop_applies_horovod_settings_of_the_config(tmp_path: Path) -> None:
     flags = [*TINY, *processes.QUIET, "--train.steps=1", "--exchange.hierarchical=true"]
     done = subprocess.run(
@@ -115,12 +116,14 @@ def test_measured_loop_applies_horovod_settings_of_the_config(tmp_path: Path) ->
     assert done.stdout.splitlines()[-1:] == ["hierarchical 1"], done.stderr
 
 
+@pytest.mark.soak
 def test_memory_bench_reports_usage_and_ratio() -> None:
     _, metrics = _metrics("memory", "--rounds", "1")
     assert metrics["hvdtrain"]["median"] > 50  # MiB: torch alone needs more
     assert metrics["hvdtrain / plain PyTorch loop"]["aim"] == "<= 1.15"
 
 
+@pytest.mark.soak
 def test_checkpoint_bench_measures_stall_and_restore(tmp_path: Path) -> None:
     report, metrics = _metrics(
         "checkpoint", "--preset", "gpt-nano", "--rounds", "2", more=[f"--run.root={tmp_path}"]
@@ -131,6 +134,7 @@ def test_checkpoint_bench_measures_stall_and_restore(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # it leaves nothing
 
 
+@pytest.mark.soak
 def test_elastic_bench_reports_ratio_and_launcher_cpu_usage() -> None:
     done = _bench("elastic", "--steps", "2", "--rounds", "3", "--format", "json", "--", *TINY)
     assert done.returncode == 0, done.stderr

@@ -35,6 +35,15 @@ def test_help_imports_nothing_heavy() -> None:
     assert all(name in done.stdout for name in cli.COMMANDS)
 
 
+def test_version_names_the_parts_without_importing_them() -> None:
+    done = _hvdtrain("--version", flags=("-X", "importtime"))
+    assert done.returncode == 0, done
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names[:4] == ["hvdtrain", "Python", "torch", "horovod"] and len(names) == 5
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert not imported & set(HEAVY)
+
+
 @pytest.mark.alone
 def test_help_takes_less_than_a_second() -> None:
     took = []

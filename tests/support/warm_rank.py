@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import FrameType
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+_RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def main(directory: str, parents: str, *arguments: str) -> None:
@@ -39,7 +39,9 @@ def main(directory: str, parents: str, *arguments: str) -> None:
             "arguments": arguments,
         }
         content = json.dumps(request).encode()
-        socket.send_fds(connection, [b"%16d" % len(content)], [0, 1, 2])
+        # The connection of a rank to the launcher of MPICH or Intel MPI.
+        launcher = [int(os.environ["PMI_FD"])] if "PMI_FD" in os.environ else []
+        socket.send_fds(connection, [b"%16d" % len(content)], [0, 1, 2, *launcher])
         connection.sendall(content)
         with connection.makefile("r") as answer:
             rank = int(answer.readline())

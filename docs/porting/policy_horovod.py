@@ -1,0 +1,59 @@
+import horovod.torch as hvd
+import torch
+from torch import nn
+from torch.distributions import Categorical
+
+
+class Corridor:
+    """Walk to the end of a corridor whose doors open to the left or to the right."""
+
+    length = 6
+
+    def __init__(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.doors = torch.randint(2, (self.length,), generator=generator)
+        self.place = 0
+
+    def observation(self):
+        return torch.tensor([float(self.doors[self.place]), self.place / self.length])
+
+    def step(self, action):
+        passed = action == self.doors[self.place]
+        self.place += 1
+        return float(passed), self.place == self.length
+
+
+hvd.init()
+torch.manual_seed(0)
+policy = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2))
+optimizer = torch.optim.Adam(policy.parameters(), lr=0.01 * hvd.size())
+hvd.broadcast_parameters(policy.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=policy.named_parameters())
+
+
+def play(seed, baseline):
+    """Return the loss of an episode, and its reward."""
+    world, terms, rewards, done = Corridor(seed), [], [], False
+    while not done:
+        choice = Categorical(logits=policy(world.observation()))
+        action = choice.sample()
+        reward, done = world.step(action)
+        terms.append(-choice.log_prob(action))
+        rewards.append(reward)
+    to_go = torch.tensor(rewards).flip(0).cumsum(0).flip(0)
+    return (torch.stack(terms) * (to_go - baseline)).sum(), torch.tensor(sum(rewards))
+
+
+baseline = 0.0
+for update in range(60):
+    first = 8 * (update * hvd.size() + hvd.rank())
+    episodes = [play(seed, baseline) for seed in range(first, first + 8)]
+    loss, reward = (torch.stack(values).mean() for values in zip(*episodes, strict=True))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    reward = hvd.allreduce(reward).item()
+    baseline = 0.9 * baseline + 0.1 * reward / 2
+    if hvd.rank() == 0 and update % 10 == 9:
+        print(f"update {update}: reward {reward:.2f}")

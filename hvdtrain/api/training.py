@@ -1,0 +1,456 @@
+"""`hvdtrain.training`: a loop that a script writes itself, with everything that a run has.
+
+    with hvdtrain.training(model, optimizer, dataset) as training:
+        for step in training:
+            with step:
+                for batch in step:
+                    step.backward(loss_of(model, batch))
+
+Any launcher starts the script. The built-in loop takes the same steps (engine/loop.py); model,
+optimizer, data and losses come from the script.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
+from inspect import Parameter, signature
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from hvdtrain import comm, log
+from hvdtrain.api.flags import config_flags, configuration_words
+from hvdtrain.config import Settings, parse
+from hvdtrain.engine.callbacks.evaluate import evaluating
+from hvdtrain.engine.loop import OUTSIDE, Step, Value
+from hvdtrain.engine.script_state import ScriptState
+from hvdtrain.errors import UserError, crash
+from hvdtrain.optim.several import SeveralOptimizers
+from hvdtrain.run.prepare import prepare_environment
+from hvdtrain.run.session import Session
+from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json
+from hvdtrain.runtime.environment import forget_launcher, launched_size, process_start
+from hvdtrain.runtime.failure import abort_all_ranks, leave_horovod
+from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.runtime.user_errors import report
+from hvdtrain.tasks import Datasets, Task
+
+_SAMPLES = 1 << 40  # sample numbers of a run without a dataset
+
+
+class SampleNumbers(Dataset[int]):
+    """Dataset of a script that makes its own samples: sample i is the number i."""
+
+    fingerprint = "sample numbers"
+
+    def __len__(self) -> int:
+        return _SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Script:
+    """The task of a script with its own loop; `load_class` finds it by name."""
+
+    OPTIONAL: ClassVar[Mapping[str, Any]] = Task.OPTIONAL
+    # A script that does not clip its gradients does not expect it.
+    defaults: ClassVar[Mapping[str, Any]] = {"optim.clip_norm": 0.0, "eval.every": 0}
+    metrics: Sequence[str] = ()
+    run_name: str
+    script_state: ScriptState
+    _model: nn.Module
+    _optimizer: Optimizer
+    _dataset: Dataset[Any]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, optimizer: Optimizer, dataset: Dataset[Any], metrics: Sequence[str]
+    ) -> Script:
+        script = cls()
+        script._model, script._optimizer, script._dataset = model, optimizer, dataset
+        several = optimizer.by_name if isinstance(optimizer, SeveralOptimizers) else ()
+        script.run_name = Path(sys.argv[0]).stem or "script"
+        script.metrics = (*(f"{name}_loss" for name in several), *metrics)
+        script.script_state = ScriptState(optimizer)
+        return script
+
+    def datasets(self) -> Datasets:
+        return Datasets(self._dataset, fingerprint=getattr(self._dataset, "fingerprint", None))
+
+    def model(self) -> nn.Module:
+        return self._model
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return self._optimizer
+
+    def schedule(self, step: int) -> None:
+        """The script sets the learning rate."""
+
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        raise AssertionError("a script with its own loop computes the losses")
+
+
+def training(
+    model: nn.Module,
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    dataset: Dataset[Any] | None = None,
+    *,
+    config: str | Path | Mapping[str, Any] | None = None,
+    metrics: Sequence[str] = (),
+    argv: Sequence[str] | None = None,
+) -> Training:
+    """Return the run of a loop that the script writes; use it as a context manager.
+
+    All ranks call it with the same arguments. The model may be on the CPU: it is moved to this
+    rank's device. Rank 0's weights are sent to the others.
+
+    Args:
+        model: what is trained.
+        optimizer: of torch, over the model's parameters. Its learning rate is the script's.
+            Several by name, such as {"generator": g, "discriminator": d}: see `Step.backward`.
+        dataset: map-style, of known length; None: the script makes its samples, and a step gives
+            their numbers, such as seeds, (micro_size,) int64.
+        config: a YAML file or a preset, or keys of the configuration as for `hvdtrain.run`. With
+            {"run.root": None} the run leaves no files; for one process.
+        metrics: names of further values that `step.backward` gets.
+        argv: words of which keys of the configuration override `config`, such as --train.steps 100;
+            all others are the script's own. Default: the command line; in a notebook, none.
+
+    Raises:
+        SystemExit: the configuration is wrong (exit code 2), after a message from one rank.
+        Exception: in a notebook or an interactive shell, any mistake, and what the script raises
+            within the block; otherwise it ends all ranks, after a message from one rank.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> data = [(torch.ones(2), torch.ones(1))] * 64
+        >>> keys = {"train.steps": 2, "batch.global_size": 8, "telemetry.port": 0}
+        >>> with hvdtrain.training(model, optimizer, data, config=keys) as training:
+        ...     for step in training:
+        ...         with step:
+        ...             for x, y in step:
+        ...                 step.backward((model(x) - y).square().mean())
+    """
+    began = time.time() if _interactive() else process_start()
+    stop = StopFlag()
+    stop.install()
+    task = f"--task={Script.__module__}:{Script.__name__}"
+    try:
+        own = _checked(model, optimizer)
+        if isinstance(config, str | Path):
+            flags = [f"--config={config}"]
+        else:
+            flags = [*config_flags(config or {})]
+        in_notebook = _interactive() and not hasattr(sys.modules["__main__"], "__file__")
+        given = () if in_notebook else sys.argv[1:]
+        own_flags = [*configuration_words(given if argv is None else argv)]
+        temporary = None
+        if "--run.root=null" in flags:
+            if launched_size() not in (None, 1):
+                raise UserError("run.root null, without files of the run, is for one process")
+            temporary = TemporaryDirectory(prefix="hvdtrain-", ignore_cleanup_errors=True)
+            flags[flags.index("--run.root=null")] = f"--run.root={temporary.name}"
+        settings = parse([task, *_less_length(flags, own_flags), *own_flags])
+        if settings.config.parallel.spans_ranks or settings.config.parallel.zero:
+            raise UserError(
+                "parallel.*: a script with its own loop trains a model that every rank holds "
+                "completely; write a task for models that span ranks (docs/custom-tasks.md)"
+            )
+    except UserError as error:
+        raise _reported(error, stop) from None
+    data = SampleNumbers() if dataset is None else dataset
+    return Training(settings, Script.of(model, own, data, metrics), stop, began, temporary)
+
+
+class _ZeroGrad:
+    """`zero_grad` of a model or an optimizer during a run: refused inside a step's block.
+
+    Copies of the owner have the usual method.
+    """
+
+    def __init__(self, owner: Optimizer | nn.Module, in_block: Callable[[], bool]) -> None:
+        self._owner, self._in_block = owner, in_block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self._in_block():
+            raise UserError(
+                f"{type(self._owner).__name__}.zero_grad() was called inside a step's block, where "
+                "it would delete the gradients of earlier micro-batches: gradients are cleared "
+                "before each step, so remove the call"
+            )
+        type(self._owner).zero_grad(self._owner, *args, **kwargs)  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (type(self._owner).zero_grad, self._owner)
+
+
+class Training:
+    """A run whose loop the script writes, see `training`.
+
+    Attributes:
+        state: by name, what the script keeps from step to step in addition to model and optimizer.
+            An object has state_dict() and load_state_dict(); anything else is a plain value.
+            Register all names before the loop. The state is saved, sent to new ranks and compared
+            like the model.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        script: Script,
+        stop: StopFlag,
+        began: float,
+        temporary: TemporaryDirectory[str] | None,
+    ) -> None:
+        self._settings, self._script, self._began = settings, script, began
+        self._stop, self._temporary = stop, temporary
+        self._finish = False
+        self._lost: RankLostError | None = None
+        self._step: Step | None = None
+        self._steps: Generator[Step, None, int] | None = None
+        self._code: int | None = None
+        self._watched: list[Any] = []  # with a zero_grad of this run
+        self._hooks: list[Any] = []  # of the optimizers
+        self._session: Session
+        self.state = script.script_state.objects
+
+    # --- start and end ------------------------------------------------------
+
+    def __enter__(self) -> Training:
+        try:
+            if self._settings.config.runtime.standalone:
+                forget_launcher()
+            prepare_environment(self._settings.config)
+            self._session = Session(
+                self._settings, self._stop, self._began, self._script, lambda: self._finish
+            )
+        except RankLostError as error:
+            own = crash(f"Horovod could not be started: {error}")
+            raise _reported(own, self._stop) from None
+        except UserError as error:
+            raise _reported(error, self._stop) from None
+        optimizer = self._script.optimizer(self._script.model())
+        several = optimizer.by_name if isinstance(optimizer, SeveralOptimizers) else {"": optimizer}
+        for one in several.values():
+            self._hooks.append(one.register_step_pre_hook(self._refuse_by_hand))
+        # Not on their classes: other models and optimizers keep the usual method.
+        modules = self._script.model().modules()
+        self._watched = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        self._watched += several.values()
+        for owner in self._watched:
+            owner.zero_grad = _ZeroGrad(owner, self._in_block)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        session = self._session
+        if self._code is None and (error is None or isinstance(error, SystemExit)):
+            error = UserError(
+                "the loop was left before its end: it ends by itself after train.steps; to end it "
+                "earlier call training.finish()"
+                if self._steps is not None
+                else "the block has no loop: for step in training"
+            )
+        self._step = None
+        continues = _interactive() and session.topology.world_size == 1
+        raised: BaseException | None = None
+        try:
+            if isinstance(error, AgreedError):
+                self._code = session.end_by_agreement(error)
+            elif error is not None and self._code is None:
+                raised = self._explained(error)
+                if continues or self._temporary is not None:
+                    self._close_files()
+                if not continues:
+                    self._clean_up()
+                    session.report(error)
+                    abort_all_ranks(raised, session.topology)
+        finally:
+            log.close()
+        self._clean_up()
+        if not (continues or error is None or isinstance(error, AgreedError | SystemExit)):
+            return  # of the script's own code after the loop
+        comm.COLLECTIVES.refuse("")
+        if continues:
+            self._stop.uninstall()
+        else:
+            self._stop.ignore()
+        leave_horovod()
+        if raised is not None:
+            raise raised
+        if self._code and not continues:
+            raise SystemExit(self._code)
+
+    def _clean_up(self) -> None:
+        for owner in self._watched:
+            del owner.zero_grad
+        self._watched.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _close_files(self) -> None:
+        """Close the run's files after an error of this process, which has no other ranks."""
+        if self._steps is not None:
+            self._steps.close()
+        self._session.persistent.release()
+
+    # --- the loop -----------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Step]:
+        """Iterate over the run's steps, from where an earlier start of the run ended.
+
+        After a loss of ranks the step is repeated, see `Step`. A process without which the run
+        continues leaves the script here (SystemExit), and so does every process if the ranks were
+        asked to stop (exit code 75).
+        """
+        if self._steps is not None:
+            raise UserError("a run has one loop: `for step in training` has begun already")
+        self._script.script_state.keep()
+        self._steps = self._session.steps()
+        while True:
+            try:
+                self._step = next(self._steps)
+            except RankLostError as error:
+                self._lost = error
+                raise
+            except StopIteration as end:
+                self._step, self._code = None, int(end.value)
+                if self._code or self._session.removed:
+                    raise SystemExit(self._code) from None
+                return
+            yield self._step
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks; it may change in an elastic run."""
+        return self._session.topology.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks; it may change in an elastic run."""
+        return self._session.topology.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model and of the micro-batches; known inside the loop."""
+        return self._session.device
+
+    def share(self, count: int) -> range:
+        """Numbers of this rank among `count` items, such as validation samples."""
+        return range(self.rank, count, self.size)
+
+    def finish(self) -> None:
+        """Make the next step the last one; the ranks agree on it if any of them calls this."""
+        self._finish = True
+
+    def log(self, step: Step, **values: float) -> None:
+        """Log values with a step, in metrics.jsonl and all other places; all ranks call it."""
+        step.values.update({name: float(value) for name, value in values.items()})
+
+    def evaluate(self, function: Callable[[], Value | float]) -> float:
+        """Return the mean of `function()` over all ranks; all ranks call it, after a step's block.
+
+        The model is in eval mode, and no gradients are recorded. The mean does not depend on the
+        number of ranks if each rank evaluates its `share` of the data.
+
+        Args:
+            function: returns (sum, weight) of this rank, or a mean that counts once per rank.
+
+        Returns:
+            The sum of the sums divided by that of the weights. NaN if a rank was lost meanwhile:
+            the code after the block is then run again.
+        """
+        step = self._step
+        if step is None:
+            raise UserError("training.evaluate is called inside the loop, after a step's block")
+        try:
+            comm.COLLECTIVES.refuse("")
+            with evaluating(self._script.model()), torch.no_grad():
+                found = function()
+            total, weight = found if isinstance(found, tuple) else (found, 1.0)
+            pairs = gather_json([float(total), float(weight)], "evaluate")
+        except RankLostError as error:
+            step.fail(error)
+            return math.nan
+        finally:
+            comm.COLLECTIVES.refuse(OUTSIDE)
+        weights = math.fsum(pair[1] for pair in pairs)
+        return math.fsum(pair[0] for pair in pairs) / weights if weights else math.nan
+
+    def _explained(self, error: BaseException) -> BaseException:
+        if isinstance(error, RankLostError) and error is not self._lost:
+            return crash(
+                f"another rank was lost outside the step's block ({error}): call collectives "
+                "inside `with step:` or in training.evaluate"
+            )
+        return error
+
+    def _refuse_by_hand(self, *_: Any) -> None:
+        if self._step is not None and not self._step.updating:
+            raise UserError(
+                "optimizer.step() was called by the script, perhaps by GradScaler.step: the end of "
+                "the step's block updates the parameters, with the gradient of all ranks; for a "
+                "loss scale set precision.name fp16"
+            )
+
+    def _in_block(self) -> bool:
+        return self._step is not None and self._step.open
+
+
+def _reported(error: UserError, stop: StopFlag) -> BaseException:
+    """Return what to raise because of an error before the run; report it if the process ends."""
+    if _interactive():
+        stop.uninstall()
+        return error
+    return SystemExit(report(error, stop))
+
+
+def _interactive() -> bool:
+    """Whether this is the process of a notebook or an interactive shell, which continues."""
+    return hasattr(sys, "ps1")
+
+
+def _less_length(flags: list[str], later: Sequence[str]) -> list[str]:
+    """Return the flags without the run's length if later flags set it, in steps or in epochs."""
+    keys = ("--train.steps", "--train.epochs")
+    if any(word.partition("=")[0] in keys for word in later):
+        return [flag for flag in flags if flag.partition("=")[0] not in keys]
+    return flags
+
+
+def _checked(model: object, optimizer: object) -> Optimizer:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"training: model is a torch.nn.Module, not a {type(model).__name__}")
+    named: dict[str, Any] = dict(optimizer) if isinstance(optimizer, Mapping) else {"": optimizer}
+    for one in named.values():
+        if not isinstance(one, Optimizer):
+            raise UserError(
+                f"training: optimizer is a torch.optim.Optimizer, not a {type(one).__name__}"
+            )
+        closure = signature(type(one).step).parameters.get("closure")
+        if closure is not None and closure.default is Parameter.empty:
+            raise UserError(
+                f"training: {type(one).__name__} evaluates the loss several times in each step, "
+                "with a closure; only optimizers that step without a closure can be used"
+            )
+    own: Optimizer = SeveralOptimizers(named) if isinstance(optimizer, Mapping) else named[""]
+    return own

@@ -1,0 +1,194 @@
+"""A script with its own loop on two hosts: killed ranks cost no step, by ssh and by agents."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from signal import SIGKILL, SIGSTOP, SIGUSR1, Signals
+from typing import Any
+
+import pytest
+
+from hvdtrain.audit.report import audit
+from tests.support import namespaces, runs
+from tests.support.cluster import Cluster
+from tests.support.job import Finished, Job, poll
+from tests.support.scripts import misuse
+
+SCRIPT = Path(misuse.__file__).parent / "regression.py"
+PORTED = runs.REPOSITORY / "docs" / "porting"
+FLAGS = [
+    *("--telemetry.port", "0", "--exchange.name", "exact", "--runtime.threads", "1"),
+    *("--checkpoint.every", "1000"),
+]
+SIZES = ["--train.steps", "60", "--batch.global_size", "12", "--batch.micro_size", "2"]
+PACE = 0.15  # seconds of pause in each step
+SECONDS = 120
+ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HVDTRAIN_TEST_PACE": str(PACE)}
+Start = Callable[[Cluster, list[str]], list[Job]]
+Fault = tuple[str, int, Signals]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    reason = namespaces.why_not()
+    if reason and os.environ.get("CI") == "true":
+        pytest.fail(f"the cluster tests must run in CI: {reason}")
+    if reason:
+        pytest.skip(reason)
+    with Cluster(["node1", "node2"]) as cluster:
+        yield cluster
+
+
+def alone(root: Path, command: list[str]) -> Finished:
+    """Run a script in one process, as run `a`."""
+    python, *rest = command
+    argv = [*rest, "--run.root", str(root), "--run.id", "a"]
+    done = runs.start(root, argv, command=[python]).wait(SECONDS)
+    assert done.returncode == 0, done
+    return done
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The run of one process, and the last line that it prints."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    done = alone(root, [sys.executable, str(SCRIPT), *FLAGS, *SIZES])
+    return root / "a", next(line for line in done.stdout.splitlines() if "END" in line)
+
+
+def by_horovodrun(cluster: Cluster, command: list[str]) -> list[Job]:
+    elastic = ["horovodrun", "--gloo", "-np", "3", "--min-np", "1", "-H", "node1:2,node2:1"]
+    return [cluster.start("node1", [*elastic, *command], ENV)]
+
+
+def by_agents(cluster: Cluster, command: list[str]) -> list[Job]:
+    jobs = []
+    for number, (host, slots) in enumerate({"node1": "2", "node2": "1"}.items()):
+        task = {"PMI_RANK": str(number), "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}
+        launch = [sys.executable, "-m", "hvdtrain.cli", "launch", "--slots", slots, "--"]
+        jobs.append(cluster.start(host, [*launch, *command], ENV | task))
+    return jobs
+
+
+def train_with_faults(
+    cluster: Cluster, start: Start, command: list[str], faults: list[Fault], code: int = 0
+) -> tuple[Path, Finished]:
+    """Send a signal to a rank of a host once that many steps are done; return run and output.
+
+    The run must end with `code`, and have continued on fewer ranks.
+    """
+    root = cluster.shared / f"{Path(command[1]).stem}-{start.__name__}"
+    jobs = start(cluster, [*command, "--run.root", str(root), "--run.id", "a"])
+    metrics = root / "a" / "metrics.jsonl"
+
+    def steps() -> int:
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    for host, step, number in faults:
+        poll(lambda: steps() >= step, SECONDS, f"{step} steps: {jobs[0].output()}")  # noqa: B023
+        found = [
+            process
+            for process in cluster.processes(host)
+            if re.match(rf"\S*python\S* {command[1]}", process.command)
+        ]
+        assert found
+        os.kill(found[0].pid, number)
+        time.sleep(0.5)
+    done = [job.wait(SECONDS) for job in jobs]
+    assert [one.returncode for one in done] == [code] * len(jobs), done
+    assert len({line["world_size"] for line in runs.metrics(root / "a")}) > 1
+    return root / "a", done[0]
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def values(run: Path, *names: str) -> list[list[float]]:
+    return [[line[name] for name in ("step", *names)] for line in runs.metrics(run)]
+
+
+@pytest.mark.parametrize("start", [by_horovodrun, by_agents])
+def test_script_loses_no_step_and_no_value_to_faults(
+    cluster: Cluster, undisturbed: tuple[Path, str], start: Start
+) -> None:
+    command = [sys.executable, str(SCRIPT), *FLAGS, *SIZES]
+    # Rank 0 dies, then the only rank of its host hangs; then a rank is asked to stop.
+    faults = [("node1", 10, SIGKILL), ("node2", 25, SIGSTOP), ("node1", 40, SIGUSR1)]
+    run, _ = train_with_faults(cluster, start, command, faults, code=75)
+    done = alone(run.parent, command)  # resumed by one process
+    assert audit(run).clean
+    starts = [line for line in events(run) if line["event"] == "start"]
+    assert [line["cause"] for line in starts].count("failure") >= 2, starts
+    expected, end = undisturbed
+    names = ("loss", "grad_norm", "mae", "lr")
+    assert values(run, *names) == values(expected, *names)
+    # The best loss and the number of evaluations are registered state.
+    assert end.split("END ")[1] == done.stdout.split("END ")[1].partition("\n")[0]
+
+
+IN_THE_GATE = [("gan", by_horovodrun), ("policy", by_agents)]
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        pytest.param(name, start, marks=() if (name, start) in IN_THE_GATE else pytest.mark.soak)
+        for name in (
+            "digits",
+            "elastic",
+            "ddp",
+            "imagenet",
+            "benchmark",
+            "trainer",
+            "policy",
+            "gan",
+        )
+        for start in (by_horovodrun, by_agents)
+    ],
+)
+def test_ported_script_loses_no_step_when_a_rank_is_killed(
+    cluster: Cluster, tmp_path: Path, name: str, start: Start
+) -> None:
+    # The script as it is in docs/porting, with a pause in each step.
+    script = cluster.shared / f"{name}.py"
+    loop = "for step in training:\n"
+    before, after = (PORTED / f"{name}.py").read_text().split(loop)
+    indent = " " * (len(after) - len(after.lstrip()))
+    script.write_text(f"{before}{loop}{indent}__import__('time').sleep({PACE})\n{after}")
+    shutil.copy(PORTED / "images.py", cluster.shared)
+    command = [sys.executable, str(script), *FLAGS, "--train.steps", "20"]
+    if name == "imagenet":
+        command += ["--images", str(cluster.shared / "images")]
+    alone(tmp_path, command)
+    run, _ = train_with_faults(cluster, start, command, [("node1", 8, SIGKILL)])
+    assert audit(run).clean
+    assert values(run, "loss", "grad_norm") == values(tmp_path / "a", "loss", "grad_norm")
+
+
+def test_unchanged_script_of_horovods_elastic_runs_on_after_a_kill(cluster: Cluster) -> None:
+    script = cluster.shared / "elastic_horovod.py"
+    text = (PORTED / "elastic_horovod.py").read_text()
+    shown = "        print('BATCH', state.batch, hvd.size(), flush=True)\n"
+    pause = f"        __import__('time').sleep({PACE})\n"
+    text = text.replace("        if state.batch %", shown + pause + "        if state.batch %")
+    script.write_text(text.replace("state.batch < 200", "state.batch < 40"))
+    [job] = by_horovodrun(cluster, [sys.executable, str(script)])
+    job.wait_for("BATCH 25 3", SECONDS)
+    [rank] = [p for p in cluster.processes("node2") if p.command.split()[1:2] == [str(script)]]
+    cluster.kill([rank])
+    done = job.wait(SECONDS)
+    lines = re.findall(r"\[0\]<stdout>:BATCH (\d+) (\d+)", done.stdout)
+    found = [(int(batch), int(size)) for batch, size in lines]
+    assert done.returncode == 0 and found[-1] == (40, 2), done
+    # From its last commit, which the script makes after every tenth batch.
+    first = next(batch for batch, size in found if size == 2)
+    before = max(batch for batch, size in found if size == 3)
+    assert first % 10 == 1 and before - 10 < first <= before + 1, found

@@ -1,0 +1,271 @@
+"""Scripts with their own loops (hvdtrain.training): the same curve as ever, and clear mistakes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import runs, warm
+from tests.support.scripts import misuse
+
+PRELOAD = "torch._dynamo"  # as soon as a script makes an optimizer: seconds of CPU time
+SCRIPTS = Path(misuse.__file__).parent
+FLAGS = [
+    *("--train.steps", "12", "--batch.global_size", "12", "--batch.micro_size", "2"),
+    *("--telemetry.port", "0"),
+]
+EXACT = ["--exchange.name", "exact", "--runtime.threads", "1"]
+SECONDS = 90
+
+
+def train(
+    root: Path,
+    run: str,
+    script: str,
+    launcher: str = "",
+    *more: str,
+    env: dict[str, str] | None = None,
+) -> str:
+    """Run a script; return the last line that rank 0 has printed."""
+    argv = [*FLAGS, *more, "--run.root", str(root), "--run.id", run]
+    ranks = int([*launcher.split(":"), "1"][1])
+    command = [warm.python(ranks, PRELOAD), str(SCRIPTS / script)]
+    done = runs.start(root / "output", argv, launcher, env, command).wait(SECONDS)
+    assert done.returncode == 0, done
+    found = re.findall(r"END (.*)", done.stdout)
+    return found[0] if found else ""
+
+
+def curve(directory: Path) -> list[tuple[object, ...]]:
+    names = ("step", "loss", "grad_norm", "mae", "generator_loss", "lr")
+    return [tuple(line.get(name) for name in names) for line in runs.metrics(directory)]
+
+
+@pytest.mark.parametrize(
+    ("script", "launcher"), [("regression.py", "mpirun:3"), ("gan.py", "gloo:2")]
+)
+def test_exact_curve_of_a_script_does_not_depend_on_ranks(
+    tmp_path: Path, script: str, launcher: str
+) -> None:
+    ends = [train(tmp_path, "one", script, "", *EXACT)]
+    ends.append(train(tmp_path, "more", script, launcher, *EXACT))
+    assert curve(tmp_path / "one") == curve(tmp_path / "more")
+    assert len(curve(tmp_path / "one")) == 12
+    best = [float(end.split()[0]) for end in ends if end]
+    assert best == [pytest.approx(best[0])] * (2 if script == "regression.py" else 0)
+
+
+def test_resumed_script_continues_as_if_it_had_not_ended(tmp_path: Path) -> None:
+    whole = train(tmp_path, "whole", "regression.py", "", *EXACT)
+    train(tmp_path, "parts", "regression.py", "gloo:2", *EXACT, "--train.steps", "7")
+    ended = train(tmp_path, "parts", "regression.py", "", *EXACT)
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert ended == whole, "the scheduler, the best loss and the number of evaluations"
+
+
+def test_one_rank_can_end_the_run_of_all(tmp_path: Path) -> None:
+    train(tmp_path, "a", "regression.py", "gloo:2", env={"HVDTRAIN_TEST_FINISH": "4"})
+    assert [line["step"] for line in runs.metrics(tmp_path / "a")] == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "a/checkpoints/step_00000006").exists()
+
+
+def test_script_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    train(tmp_path, "a", "regression.py")
+    found = [line["loss"] for line in runs.metrics(tmp_path / "a")]
+    torch.manual_seed(0)
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
+    x = torch.randn(256, 4, generator=torch.Generator().manual_seed(1))
+    y = x.sum(1, keepdim=True)
+    from hvdtrain.data.order import sample_order
+
+    expected = []
+    for step in range(12):
+        order = sample_order(12 * step, 12 * (step + 1), 256, 1234).reshape(6, 2)
+        optimizer.zero_grad()
+        total = 0.0
+        for own in order.tolist():
+            loss = (model(x[own]) - y[own]).square().mean() / 6
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        scheduler.step()
+        expected.append(total)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_each_mistake_ends_the_run_with_one_message(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", misuse.__name__]
+    done = runs.start(tmp_path / "output", [str(tmp_path)], command=command).wait(SECONDS)
+    assert done.returncode == 0, done
+    found = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines()}
+    expected = {
+        "optimizer_stepped_by_hand": "optimizer.step() was called by the script",
+        "stepped_by_a_gradient_scaler": "perhaps by GradScaler.step",
+        "gradients_cleared_in_the_block": "SGD.zero_grad() was called inside a step's block",
+        "gradients_of_the_model_cleared": "Linear.zero_grad() was called inside a step's block",
+        "optimizer_with_closure": "LBFGS evaluates the loss several times in each step",
+        "step_used_after_its_turn": "step 1 was entered again",
+        "block_left_out": "left out the block of step 2",
+        "break_inside_the_block": "the block ended before step.backward was called",
+        "exception_swallowed": "step.backward was not called for a micro-batch",
+        "backward_twice": "step.backward was called twice for a micro-batch",
+        "backward_after_the_block": "step.backward is called inside the step's block",
+        "collective_outside_the_block": "called outside the block of a step",
+        "loop_left_early": "call training.finish()",
+        "unknown_metric": "got the metrics ['accuracy']",
+        "state_that_cannot_be_saved": "training.state['file'] has a TextIOWrapper",
+    }
+    assert found.keys() == expected.keys()
+    for name, text in expected.items():
+        assert found[name].startswith("2 hvdtrain: error: ") and text in found[name], found[name]
+
+
+INTERACTIVE = """
+import copy, os, pickle, signal, sys, tempfile
+import torch
+import hvdtrain
+
+tempfile.tempdir = "."
+sys.ps1 = "In: "  # as in a notebook
+sys.argv = ["ipykernel_launcher.py", "-f", "kernel.json"]
+handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+keys = {"train.steps": 3, "batch.global_size": 8, "telemetry.port": 0}
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = [(torch.ones(2), torch.ones(1))] * 64
+
+
+def train(run, mistake=False, late=False, **more):
+    config = keys | {"run.id": run} | more
+    with hvdtrain.training(model, optimizer, data, config=config) as training:
+        for step in training:
+            with step:
+                for x, y in step:
+                    step.backward((model(x) - y).square().mean())
+            if mistake:
+                raise KeyError("mine")
+        if late:
+            raise KeyError("late")
+        print("DONE", run, step.result["loss"])
+
+
+with hvdtrain.training(model, optimizer, data, config=keys | {"run.id": "copied"}) as training:
+    for step in training:
+        with step:
+            for x, y in step:
+                step.backward((model(x) - y).square().mean())
+                copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+                copied.zero_grad()
+                loaded.zero_grad()
+assert "zero_grad" not in vars(model) and copied.weight.grad is None
+train("first")
+keys["run.root"] = None
+train("second")
+for more in (
+    dict(mistake=True),
+    dict(late=True),
+    {"train.stepz": 3},
+    {"train.max_nonfinite": 1, "break_gradient": True},
+):
+    if more.pop("break_gradient", False):
+        hook = model.weight.register_hook(lambda gradient: gradient * float("nan"))
+    try:
+        train("third", **more)
+    except Exception as error:
+        print("RAISED", type(error).__name__)
+hook.remove()
+optimizer.step()
+train("fourth")
+print("FILES", *sorted(os.listdir("runs")), *(name for name in os.listdir() if "hvdtrain" in name))
+assert handlers == [
+    signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+]
+print("END")
+"""
+
+
+def test_notebook_survives_runs_and_mistakes(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{INTERACTIVE}"]
+    done = runs.start(tmp_path, [], command=command).wait(SECONDS)
+    assert done.returncode == 0, done
+    said = [line.split() for line in done.stdout.splitlines() if "DONE" in line or "RAISED" in line]
+    assert [words[:2] for words in said] == [
+        *(["DONE", "first"], ["DONE", "second"], ["RAISED", "KeyError"], ["RAISED", "KeyError"]),
+        *(["RAISED", "UserError"], ["RAISED", "AgreedError"], ["DONE", "fourth"]),
+    ], done
+    assert "FILES copied first\nEND\n" in done.stdout, done
+    losses = [float(words[2]) for words in said if words[0] == "DONE"]
+    assert losses == sorted(losses, reverse=True), "the model continues from run to run"
+
+
+def test_script_without_a_dataset_gets_the_same_numbers_on_any_ranks(tmp_path: Path) -> None:
+    for run, launcher in (("one", ""), ("two", "gloo:2")):
+        train(tmp_path, run, "sample_numbers.py", launcher, *EXACT)
+    assert curve(tmp_path / "one") == curve(tmp_path / "two")
+    assert len(curve(tmp_path / "one")) == 12
+
+
+def test_branches_that_only_some_ranks_use_keep_the_curve(tmp_path: Path) -> None:
+    for run, launcher in (("one", ""), ("three", "gloo:3")):
+        train(tmp_path, run, "branches.py", launcher, *EXACT)
+    assert curve(tmp_path / "one") == curve(tmp_path / "three")
+    assert len(curve(tmp_path / "one")) == 12
+
+
+def test_iterable_dataset_gives_one_curve_and_resumes(tmp_path: Path) -> None:
+    train(tmp_path, "whole", "stream.py", "", *EXACT)
+    train(tmp_path, "parts", "stream.py", "gloo:2", *EXACT, "--train.steps", "7")
+    train(tmp_path, "parts", "stream.py", "gloo:3", *EXACT)
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert len(curve(tmp_path / "whole")) == 12
+
+
+@pytest.mark.parametrize("launcher", ["gloo:2", "mpirun:2"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_block_that_one_rank_leaves_out_ends_all_ranks(
+    tmp_path: Path, launcher: str, rank: str
+) -> None:
+    argv = [*FLAGS, "--run.root", str(tmp_path), "--run.id", "a"]
+    command = [warm.python(2, PRELOAD), str(SCRIPTS / "one_rank_leaves_out.py")]
+    env = {"HVDTRAIN_TEST_RANK": rank}
+    done = runs.start(tmp_path / "output", argv, launcher, env, command).wait(SECONDS)
+    assert done.returncode != 0 and "left out the block of step 3" in done.stderr, done
+    assert done.seconds < 45, done
+
+
+def test_script_leaves_out_words_that_are_its_own(tmp_path: Path) -> None:
+    train(tmp_path, "a", "regression.py", "", "--verbose", "--data", "somewhere")
+    assert len(curve(tmp_path / "a")) == 12
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--train.step", "3"], "unknown key train.step"),
+        (["--parallel.tensor", "2"], "trains a model that every rank holds completely"),
+    ],
+)
+def test_wrong_key_of_a_script_is_refused(tmp_path: Path, flags: list[str], problem: str) -> None:
+    command = [sys.executable, str(SCRIPTS / "regression.py")]
+    done = runs.start(tmp_path, flags, command=command).wait(SECONDS)
+    assert done.returncode == 2 and problem in done.stderr, done
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/own-loops.md"])
+def test_first_loop_of_a_page_trains(tmp_path: Path, page: str) -> None:
+    text = (runs.REPOSITORY / page).read_text()
+    script = tmp_path / "loop.py"
+    script.write_text(text.partition("```python\n")[2].partition("```")[0])
+    where = ["--run.root", str(tmp_path), "--run.id", "a"]
+    command = [warm.python(2, PRELOAD), str(script)]
+    done = runs.start(tmp_path, [*FLAGS, *where], "gloo:2", command=command).wait(SECONDS)
+    assert done.returncode == 0, done
+    assert len(runs.metrics(tmp_path / "a")) == 12

@@ -1,0 +1,1 @@
+"""Scripts with their own loops, which tests start as users start theirs."""

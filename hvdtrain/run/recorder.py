@@ -34,6 +34,9 @@ from hvdtrain.telemetry.sinks import BackgroundSink, build_sinks
 # Wait for the sinks at the end; the short one if another process waits for this one to end.
 _SINKS_TIMEOUT_S = 10.0
 _SHORT_SINKS_TIMEOUT_S = 2.0
+# A run may be shorter than the import of a sink's package. Together with the timeout above it is less
+# than the 30 s for which an elastic driver waits for the last ranks.
+_SINK_IMPORTS_TIMEOUT_S = 15.0
 _CONFIRM_S = 5.0  # to confirm that this process still owns the run
 # Wait for a save in progress when a generation has ended; the save is lost if it takes longer.
 _LAST_SAVE_SECONDS = 10.0
@@ -206,10 +209,14 @@ class RunRecorder:
         if self._sinks_ended:
             return
         self._sinks_ended = True
-        limit = _SINKS_TIMEOUT_S if exit_code == 0 else _SHORT_SINKS_TIMEOUT_S
-        deadline = time.monotonic() + limit
         for sink in self.sinks:
             sink.close(exit_code)
+        limit = _SHORT_SINKS_TIMEOUT_S
+        if exit_code == 0:
+            limit, imports = _SINKS_TIMEOUT_S, time.monotonic() + _SINK_IMPORTS_TIMEOUT_S
+            for sink in self.sinks:
+                sink.wait_for_import(imports)
+        deadline = time.monotonic() + limit
         for sink in self.sinks:
             sink.wait(deadline)
 

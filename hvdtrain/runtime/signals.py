@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 _PAIR_SECONDS = 1.0
-_LAUNCHER_SECONDS = 5.0
+_LAUNCHER_SECONDS = 10.0
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
@@ -95,7 +95,7 @@ class StopFlag:
         return self.raised_at is not None
 
     def raised_by_launcher(self) -> bool:
-        """Wait a few seconds for a launcher's signal; return whether the flag is raised.
+        """Wait up to 10 s for a launcher's signal; return whether the flag is raised.
 
         A launcher ends all ranks when the first of them ends. If all ranks find the same error,
         the first one reports it, and the others print nothing.

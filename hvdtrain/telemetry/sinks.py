@@ -8,6 +8,7 @@ sink's own metrics, never a step.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -42,9 +43,11 @@ class Sink(Protocol):
 
     Attributes:
         name: for messages.
+        module: imported before `open`.
     """
 
     name: str
+    module: str
 
     def open(self, after: int) -> None:
         """Continue the run's curve, from the step after this one."""
@@ -57,7 +60,7 @@ class Sink(Protocol):
 
 
 class BackgroundSink:
-    """A sink with its own thread: only `wait` blocks on it, with a timeout.
+    """A sink with its own thread: only `wait_for_import` and `wait` block on it, with a timeout.
 
     Attributes:
         stuck: the sink did not finish before the deadline of `wait`.
@@ -69,6 +72,7 @@ class BackgroundSink:
         self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._exit_code = EXIT_CRASH
         self._thread: threading.Thread | None = None
+        self._imported = threading.Event()
         self._off = False  # it could not be opened
         self._failed = False
         self._full = False
@@ -98,6 +102,11 @@ class BackgroundSink:
         self._exit_code = exit_code
         self._lines.put(None)
 
+    def wait_for_import(self, deadline: float) -> None:
+        """Wait for the import of the sink's package, at most until `deadline`, as in `wait`."""
+        if self._thread is not None:
+            self._imported.wait(max(0.0, deadline - time.monotonic()))
+
     def wait(self, deadline: float) -> None:
         """Wait for the end of the sink, at most until time.monotonic() is `deadline`."""
         if self._thread is None:
@@ -108,7 +117,9 @@ class BackgroundSink:
             self._warn("did not accept its last metrics in time")
 
     def _run(self, after: int) -> None:
-        self._off = not self._try(lambda: self._sink.open(after))
+        imported = self._try(lambda: importlib.import_module(self._sink.module))
+        self._imported.set()
+        self._off = not (imported and self._try(lambda: self._sink.open(after)))
         if self._off:
             return
         while (record := self._lines.get()) is not None:
@@ -118,7 +129,7 @@ class BackgroundSink:
     def _write(self, record: Mapping[str, Any]) -> None:
         self._sink.write(record["step"], record["time"], _finite(record))
 
-    def _try(self, part: Callable[[], None]) -> bool:
+    def _try(self, part: Callable[[], object]) -> bool:
         try:
             part()
         except Exception as error:
@@ -160,6 +171,7 @@ class TensorBoard:
     """Event files in a directory, a new one for each process that writes them."""
 
     name = "tensorboard"
+    module = "torch.utils.tensorboard"
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -190,7 +202,7 @@ class WandB:
         directory: run directory; wandb's files are in wandb/, the id of its run in wandb.id
     """
 
-    name = "wandb"
+    name = module = "wandb"
 
     def __init__(self, project: str, directory: Path) -> None:
         self._project = project
@@ -236,7 +248,7 @@ class MLflow:
         directory: run directory; mlflow.id in it holds the id of MLflow's run
     """
 
-    name = "mlflow"
+    name = module = "mlflow"
 
     def __init__(self, experiment: str, directory: Path) -> None:
         self._experiment = experiment

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import multiprocessing
 import os
 import signal
@@ -41,16 +40,6 @@ class Regression:
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         """`batch`: (samples, FEATURES + 1) float32, the target in the last column."""
         return {"loss": nn.functional.mse_loss(model(batch[:, :-1]), batch[:, -1:])}
-
-
-class WaitsForFile(Regression):
-    """HVDTRAIN_TEST_FILE: the first loss waits for a file with this name pattern, at most 60 s."""
-
-    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-        deadline = time.monotonic() + 60
-        while not glob.glob(os.environ["HVDTRAIN_TEST_FILE"]) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return super().loss(model, batch)
 
 
 class Forking(Regression):

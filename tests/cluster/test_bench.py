@@ -13,6 +13,7 @@ from tests.support.runs import TINY
 SIDES = ["Horovod, Gloo", "Horovod, MPI", "MPI_Allreduce", "torch gloo"]
 
 
+@pytest.mark.soak
 def test_bench_allreduce_measures_every_side_between_hosts(cluster: Cluster, runs: Path) -> None:
     plot = runs / "plot.svg"
     command = "hvdtrain bench allreduce --hosts node1:1,node2:1 --sizes 1M,4K --rounds 1"
@@ -33,6 +34,7 @@ def test_bench_allreduce_measures_every_side_between_hosts(cluster: Cluster, run
     assert plot.read_text().startswith("<svg")
 
 
+@pytest.mark.soak
 def test_bench_exchange_compares_a_strategy_with_no_exchange(cluster: Cluster, runs: Path) -> None:
     plot, root = runs / "plot.svg", runs / "root"
     command = "hvdtrain bench exchange --hosts node1:1,node2:1 --launcher mpi --steps 20"

@@ -33,8 +33,8 @@ with Cluster(["lone1", "lone2"]) as cluster:
 @pytest.mark.parametrize(
     "launcher",
     [
-        "horovodrun --gloo -np 4 -H node1:2,node2:2",
-        "horovodrun --mpi -np 4 -H node1:2,node2:2",
+        pytest.param("horovodrun --gloo -np 4 -H node1:2,node2:2", marks=pytest.mark.soak),
+        pytest.param("horovodrun --mpi -np 4 -H node1:2,node2:2", marks=pytest.mark.soak),
         "mpirun -np 4 --hostfile {hostfile}",
     ],
     ids=["gloo", "mpi", "mpirun"],

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob, assert_clean, assert_same_curve
@@ -137,6 +138,7 @@ def test_training_continues_when_a_new_process_does_not_fit(
     assert_clean(running.run)
 
 
+@pytest.mark.soak
 def test_run_survives_a_discovery_gap_and_waits_for_required_ranks(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:

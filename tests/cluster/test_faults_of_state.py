@@ -102,7 +102,9 @@ STOPS: dict[str, tuple[type[TrainingJob], dict[str, signal.Signals]]] = {
 }
 
 
-@pytest.mark.parametrize("launcher", STOPS)
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(n, marks=pytest.mark.soak) if n == "mpirun" else n for n in STOPS]
+)
 def test_preempted_run_exits_with_75_and_loses_no_step(
     start: Start, hold: Path, undisturbed: Path, launcher: str, record_property: Record
 ) -> None:

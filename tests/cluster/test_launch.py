@@ -21,6 +21,7 @@ from tests.support.supervised import ALL, EVERY, HOSTS, TEST_SECONDS, Record, Su
 pytestmark = pytest.mark.timeout(TEST_SECONDS + 120)
 
 
+@pytest.mark.soak
 def test_added_host_that_cannot_train_is_excluded(cluster: Cluster, runs: Path) -> None:
     data = cluster.file("node1", "/tmp/only-here")
     data.write_bytes(local.CORPUS.read_bytes())
@@ -39,6 +40,7 @@ def test_added_host_that_cannot_train_is_excluded(cluster: Cluster, runs: Path) 
     assert [start["world_size"] for start in supervised.starts()] == [1, 1]
 
 
+@pytest.mark.soak
 def test_run_ends_after_three_failed_attempts_and_shows_the_error(
     cluster: Cluster, runs: Path
 ) -> None:
@@ -53,6 +55,7 @@ def test_run_ends_after_three_failed_attempts_and_shows_the_error(
     assert "rank 1 on node2: RuntimeError: injected failure" in end, done
 
 
+@pytest.mark.soak
 def test_host_that_kills_its_ranks_is_avoided_while_another_suffices(
     cluster: Cluster, runs: Path
 ) -> None:
@@ -163,7 +166,9 @@ KILLS: dict[str, Callable[[Cluster], None]] = {
 }
 
 
-@pytest.mark.parametrize("fault", KILLS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(n, marks=pytest.mark.soak) if "daemon" in n else n for n in KILLS]
+)
 def test_fault_costs_only_the_steps_since_the_checkpoint(
     supervised: Supervised, undisturbed: list[float], fault: str, record_property: Record
 ) -> None:
@@ -238,7 +243,9 @@ HOST_FAULTS: dict[str, tuple[Callable[[Cluster], None], Callable[[Cluster], None
 }
 
 
-@pytest.mark.parametrize("fault", HOST_FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(n, marks=pytest.mark.soak) if "link" in n else n for n in HOST_FAULTS]
+)
 def test_run_continues_without_a_lost_host_and_uses_it_again(
     supervised: Supervised, undisturbed: list[float], fault: str, record_property: Record
 ) -> None:
@@ -288,6 +295,7 @@ def test_interrupted_supervisor_ends_its_ranks(supervised: Supervised) -> None:
     assert not supervised.cluster.ranks()
 
 
+@pytest.mark.soak
 def test_supervisor_waits_for_enough_hosts(one_run: Supervised, undisturbed: list[float]) -> None:
     supervised, started_at = one_run, time.time()
     if supervised.job.running():

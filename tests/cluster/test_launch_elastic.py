@@ -55,6 +55,7 @@ def test_death_of_all_ranks_costs_only_the_steps_since_the_checkpoint(
     supervised.check_recovery(seconds, lost, record_property)
 
 
+@pytest.mark.soak
 def test_killed_supervisor_ends_its_ranks_and_its_run_resumes(
     supervised: Supervised, undisturbed: list[float], record_property: Record
 ) -> None:
@@ -70,6 +71,7 @@ def test_killed_supervisor_ends_its_ranks_and_its_run_resumes(
     supervised.check_recovery(seconds, lost, record_property)
 
 
+@pytest.mark.soak
 def test_terminated_supervisor_saves_a_checkpoint_and_exits_with_75(
     supervised: Supervised, undisturbed: list[float]
 ) -> None:

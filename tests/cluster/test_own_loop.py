@@ -134,7 +134,7 @@ def test_script_loses_no_step_and_no_value_to_faults(
     assert end.split("END ")[1] == done.stdout.split("END ")[1].partition("\n")[0]
 
 
-IN_THE_GATE = [("gan", by_horovodrun), ("policy", by_agents)]
+IN_THE_GATE = [("policy", by_agents)]
 
 
 @pytest.mark.parametrize(

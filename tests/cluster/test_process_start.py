@@ -60,7 +60,7 @@ def test_killed_launcher_ends_all_ranks_and_their_helpers(cluster: Cluster, runs
         job.job.kill()
 
 
-@pytest.mark.parametrize("host", ["node1", "node2"])
+@pytest.mark.parametrize("host", [pytest.param("node1", marks=pytest.mark.soak), "node2"])
 def test_killed_rank_sets_the_exit_code_and_leaves_no_helpers(
     cluster: Cluster, runs: Path, host: str
 ) -> None:
@@ -84,7 +84,10 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(n, marks=pytest.mark.soak) if "mpi" in n else n for n in LAUNCHERS],
+)
 def test_secrets_of_ranks_are_hidden_from_other_users(
     cluster: Cluster, runs: Path, launcher: str
 ) -> None:

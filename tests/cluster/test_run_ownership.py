@@ -48,6 +48,7 @@ def test_survivors_continue_from_memory_while_a_lock_outlives_rank_0(
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
 
 
+@pytest.mark.soak
 def test_launch_recovers_while_a_lock_outlives_rank_0(
     cluster: Cluster,
     locks: BorrowedLocks,

@@ -65,7 +65,7 @@ def test_sixteen_ranks_on_two_hosts_match_one_process_bitwise(
     assert found.same and (found.steps, found.hashes) == (STEPS, 1), found.to_text()
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [("gloo", 2), ("mpi", 0), ("mpirun", 2)])
+@pytest.mark.parametrize(("launcher", "rank"), [("gloo", 2), ("mpi", 0)])
 def test_error_in_one_rank_ends_all_ranks_on_both_hosts(
     cluster: Cluster, runs: Path, launcher: str, rank: int
 ) -> None:
@@ -83,7 +83,7 @@ def test_error_in_one_rank_ends_all_ranks_on_both_hosts(
 
 
 # The ranks' communication does not depend on who starts mpirun.
-@pytest.mark.parametrize("launcher", ["gloo", "mpirun"])
+@pytest.mark.parametrize("launcher", [pytest.param("gloo", marks=pytest.mark.soak), "mpirun"])
 def test_host_without_the_data_is_reported_once_as_invalid_input(
     cluster: Cluster, runs: Path, launcher: str
 ) -> None:

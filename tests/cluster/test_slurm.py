@@ -165,7 +165,7 @@ def undisturbed(slurm: Slurm, submit: Submit) -> SlurmRun:
     return run
 
 
-@pytest.fixture(scope="module", params=["srun", "mpirun"])
+@pytest.fixture(scope="module", params=["srun", pytest.param("mpirun", marks=pytest.mark.soak)])
 def one_job(
     request: pytest.FixtureRequest, slurm: Slurm, submit: Submit, undisturbed: SlurmRun
 ) -> Iterator[SlurmRun]:
@@ -282,6 +282,7 @@ def test_killed_rank_fails_an_unsupervised_job(submit: Submit) -> None:
     assert run.restarts == 0
 
 
+@pytest.mark.soak
 def test_supervised_job_continues_after_rank_is_killed(
     submit: Submit, undisturbed: SlurmRun
 ) -> None:
@@ -295,6 +296,7 @@ def test_supervised_job_continues_after_rank_is_killed(
     _check_curve(run, undisturbed)
 
 
+@pytest.mark.soak
 def test_job_is_not_requeued_beyond_the_cap(slurm: Slurm, submit: Submit) -> None:
     run = submit("cap", MAX_RESTARTS="0")
     run.wait_for_steps()
@@ -304,6 +306,7 @@ def test_job_is_not_requeued_beyond_the_cap(slurm: Slurm, submit: Submit) -> Non
     assert f"--run.id slurm-{run.job}" in run.log
 
 
+@pytest.mark.soak
 def test_cancelled_job_is_not_requeued(slurm: Slurm, submit: Submit) -> None:
     run = submit("cancelled", TWO_EACH)
     run.wait_for_steps()
@@ -320,6 +323,7 @@ def test_invalid_flag_fails_the_job_with_exit_code_2(slurm: Slurm, submit: Submi
     assert run.restarts == 0
 
 
+@pytest.mark.soak
 def test_srun_without_pmi_starts_no_runs_unless_standalone(slurm: Slurm) -> None:
     train = [sys.executable, "-m", "hvdtrain.train", *runs.TINY, "--train.steps", "2"]
     step = ["srun", "--nodes=2", "--ntasks=2", "--mpi=none"]

@@ -30,6 +30,7 @@ def test_partial_state_is_discarded_if_its_source_dies(
     assert (running.run / "left_metrics.jsonl").exists()
 
 
+@pytest.mark.soak
 def test_state_survives_a_source_that_dies_while_sending_a_newer_one(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:

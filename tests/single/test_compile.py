@@ -17,6 +17,7 @@ STEPS = 3
 FLAGS = ["--train.steps", str(STEPS)]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_compiled_model_keeps_the_curve_and_tensor_names(tmp_path: Path) -> None:
     plain = train(tmp_path, "plain", FLAGS)

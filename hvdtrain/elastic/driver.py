@@ -1,13 +1,14 @@
 """Elastic driver: starts and ends processes, and forms their generations.
 
-It runs inside horovodrun (horovodrun.py) or `hvdtrain launch` (supervise/allocation.py). Processes,
-heartbeats and discovery report events, which change the state of the job (`JobState`). After an
-event, and as time passes, the driver calls `decide` (decisions.py), and performs the actions that
-it returns (`_act`, `_perform`).
+It runs inside horovodrun (horovodrun.py), `hvdtrain launch` (supervise/allocation.py), or a process
+that replaces the driver of `hvdtrain launch` (supervise/successor.py). Processes, heartbeats and
+discovery report events, which change the state of the job (`JobState`). After an event, and as time
+passes, the driver calls `decide` (decisions.py), and performs the actions that it returns (`_act`,
+`_perform`).
 
 When a rank is lost:
 
-1. The driver detects the loss: the process exits (`_run_process`), its heartbeats stop
+1. The driver detects the loss: the process exits (`_on_exit`), its heartbeats stop
    (`on_silence`, failure_detector.py), its watchdog cannot kill it (`stuck`), or the other ranks
    have waited too long for it (GiveUpProcess).
 2. EndGeneration: the driver clears the rendezvous and notifies the remaining ranks (OVER, see
@@ -23,8 +24,8 @@ A slot whose process died is used again after a pause, which grows while its pro
 process is started on a host with many of them while other hosts suffice (host_records.py).
 
 The job ends when a rank exits with a code on which all ranks agree, when a step fails repeatedly
-(status.py), when ranks have failed more than --reset-limit times, or when fewer than --min-np
-ranks, or too few for a replica, are left for the length of --elastic-timeout.
+(status.py), when ranks have failed more than --reset-limit times, when no process is left, or when
+fewer than --min-np ranks, or too few for a replica, are left for the length of --elastic-timeout.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class Starter(Protocol):
 class ElasticDriver:
     """Elastic driver of one job, see the top of this file.
 
-    With agents the driver holds a lease, and records the job for a driver that replaces it.
+    Under `hvdtrain launch` without hosts the driver holds a lease, and records the job for a driver
+    that replaces it.
 
     Args:
         rendezvous: HTTP server through which the ranks of a generation find each other: Horovod's
@@ -114,7 +116,7 @@ class ElasticDriver:
         verbose: 1 = print the longest heartbeat delay at the end.
 
     Attributes:
-        may_act: whether this driver may decide now; with agents, whether its lease is valid.
+        may_act: whether this driver may decide now: whether its lease, if it has one, is valid.
         record: keeps the record of the job; called before anything that the record must contain.
         on_answers: called with processes whose `join` now returns an answer.
     """

@@ -1,12 +1,14 @@
 """When a checkpoint is saved: every N steps or seconds, at the end, and on a stop request.
 
-Ranks wait for a checkpoint only at the end of the run: there all ranks take turns until rank 0's
-writer has finished. If the writer is busy when the next checkpoint is due, that checkpoint is taken
-after the first step at which the writer is free, with the state of that step; with local SGD, after
-a synchronization.
+Ranks wait until a checkpoint is written only at the end of the run: there all ranks take turns
+until rank 0's writer has finished. During the run a step waits while its state is copied, and with
+checkpoint.keep_best rank 0 waits up to 10 s for the writer, if the step has the lowest validation
+loss. If the writer is busy when the next checkpoint is due, that checkpoint is taken after the
+first step at which the writer is free, with the state of that step; with local SGD, after a
+synchronization.
 
 Rank 0 decides. If ranks have their own state to save (local and sharded parts), they save it after
-the same step, into one directory.
+the same step, into one directory: after each step they vote on it with a small all-reduce.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def test_no_step_is_lost_when_a_rank_dies_while_ranks_agree_on_it(
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
 
 
-def test_late_step_is_applied_once_if_the_state_transfer_is_aborted(
+def test_deferred_update_is_applied_once_if_state_transfer_is_aborted(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:
     task = "--task tests.support.interrupted_transfers:DyingReplica"

@@ -126,7 +126,7 @@ class SaveCheckpoints(Callback):
         self.error: Exception | None = None  # why the run's last state is not saved
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
-        if not loop.due(every=1):
+        if not loop.ranks_in_sync:
             return
         if loop.preempted or (loop.ending and self._config.enabled):
             with self._timer.inside("checkpoint"):
@@ -137,7 +137,7 @@ class SaveCheckpoints(Callback):
 
     def _look(self, writer: CheckpointWriter, step: int) -> None:
         best = self._config.keep_best and is_best(self._saving.state.progress.evaluations, step)
-        due = self._due(writer, step)
+        due = self._interval_elapsed(writer, step)
         begin = self._decides and (due or best) and not writer.holds(step)
         if begin and best:
             # No later step has this state.
@@ -182,7 +182,7 @@ class SaveCheckpoints(Callback):
         own = None if failure is None else f"rank {group.rank}: {failure}"
         writer.fail([theirs for theirs in gather_json(own, "checkpoint.failed") if theirs])
 
-    def _due(self, writer: CheckpointWriter, step: int) -> bool:
+    def _interval_elapsed(self, writer: CheckpointWriter, step: int) -> bool:
         every, seconds = self._config.every, self._config.every_seconds
         by_steps = every > 0 and step // every > writer.taken_step // every
         return by_steps or (seconds > 0 and time.monotonic() - writer.taken_at >= seconds)

@@ -185,6 +185,11 @@ def build_parser(task_class: type) -> ArgumentParser:
         metavar="FILE_OR_PRESET",
         help=f"a YAML file, or a preset: {', '.join(presets())}",
     )
+    parser._option_string_actions[
+        "--print_config"
+    ].help = (
+        "print the configuration and exit; skip_default: only values that differ from the defaults"
+    )
     parser.add_argument(
         LAYOUT,
         metavar="HOSTS",

@@ -118,13 +118,13 @@ class Hub:
         tls: for encrypted connections.
 
     Attributes:
-        certain: a host that `find_available_hosts_and_slots` does not return is gone.
+        removals_are_final: a host that `find_available_hosts_and_slots` does not return is gone.
         port: TCP port for agents.
         misplaced: the launcher started several agents on one host.
         lost_ranks: an agent with processes has not responded, so this host may be cut off.
     """
 
-    certain = True
+    removals_are_final = True
 
     def __init__(
         self,

@@ -15,8 +15,7 @@ from torch import Tensor
 from hvdtrain.checkpoint.format import Checkpoint
 from hvdtrain.log import logger
 
-# Longest wait for a save: a file system may hang for a minute, and a slow one writes at
-# _SLOWEST.
+# Longest wait for a save: a file system may hang for a minute, and a slow one writes at _SLOWEST.
 TIMEOUT_S = 120.0
 _SLOWEST = 10e6  # bytes/s
 _QUICKLY_TOUCHED = 64 << 20  # bytes; a smaller save need not wait for `prepare`

@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(
             name,
             help=line,
-            description=f"{line}. The sides take turns, and ratios compare adjacent turns, so that "
-            "other programs on the machine affect both sides equally.",
+            description=f"{line}. The variants alternate; ratios compare adjacent runs, so that "
+            "other programs on the machine affect all variants equally.",
         )
         action.add_argument(
             "--preset", default=preset, help="preset or YAML file (default: %(default)s)"
@@ -87,7 +87,7 @@ def _add_scale(action: argparse.ArgumentParser) -> None:
     action.add_argument(
         "--weak",
         action="store_true",
-        help="the batch grows with the number of ranks (default: it is split among them)",
+        help="weak scaling: global batch proportional to ranks (default: constant)",
     )
 
 
@@ -116,8 +116,8 @@ def _add_exchange(actions: Any) -> None:
     action = actions.add_parser(
         "exchange",
         help=line,
-        description=f"{line}. Each is a separate run; they take turns with ranks that exchange "
-        "nothing. The first 10 steps are excluded from time and bytes.",
+        description=f"{line}. Each is a separate run; they alternate with a baseline without "
+        "communication. The first 10 steps are excluded from time and bytes.",
     )
     action.add_argument(
         "--preset", default="gpt-nano", help="preset or YAML file (default: %(default)s)"

@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for option in ("name", *options, "grace"):
             own.add_argument(f"--{option}", default=argparse.SUPPRESS, **_options()[option])
         what = "DIRECTORY" if target == "kubernetes" else "FILE"
-        otherwise = "kubernetes" if target == "kubernetes" else "the standard output"
+        otherwise = "kubernetes" if target == "kubernetes" else "stdout"
         own.add_argument(
-            "--out", type=Path, metavar=what, help=f"where to write it (default: {otherwise})"
+            "--out", type=Path, metavar=what, help=f"output path (default: {otherwise})"
         )
         own.add_argument(
             "training",
@@ -60,7 +60,7 @@ def _options() -> dict[str, dict[str, Any]]:
         "nodes": count | {"help": "number of nodes (default: 2)"},
         "ranks": count | {"help": "ranks per node (default: 8)"},
         "cpus": count | {"help": "CPUs per rank (default: the cluster's default)"},
-        "gpus": {"action": "store_true", "help": "a GPU for each rank"},
+        "gpus": {"action": "store_true", "help": "request one GPU per rank"},
         "time": {"metavar": "[D-]HH:MM:SS", "help": "time limit of the job (default: 01:00:00)"},
         "queue": {"metavar": "NAME", "help": "queue or partition (default: the cluster's default)"},
         "module": {

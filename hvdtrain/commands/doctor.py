@@ -25,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="RUN | -- --key value",
-        help="a run directory: why did the run fail, or why is it slow? Or configuration keys, "
-        "whose run.root and data are checked",
+        help="run directory to diagnose, or keys whose run.root and data to check",
     )
     parser.usage = (
         f"{parser.prog} [--hosts LIST | --hostfile FILE | --slurm] [--np N] [--format json] "

@@ -28,11 +28,10 @@ _FIRST_TASK_SECONDS = 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Start training on hosts that respond, and continue it after a failure. Without hosts, "
-        "this process starts the ranks of its own host through an agent (hvdtrain agent): a "
-        "launcher that starts it once per host, such as `srun --ntasks-per-node=1 --no-kill`, "
-        "`mpiexec -ppn 1` or pbsdsh, makes one elastic run of them, without ssh. So does the same "
-        "command started on each host without a launcher, as in containers. The first of them has "
-        "the driver; if it dies, another host replaces it."
+        "this process starts the ranks of its own host through an agent (hvdtrain agent). Start it "
+        "once per host, with `srun --ntasks-per-node=1 --no-kill`, `mpiexec -ppn 1`, pbsdsh or by "
+        "hand, as in containers: together the processes form one elastic run, without ssh. The "
+        "first of them runs the driver; if it dies, another host replaces it."
     )
     add_host_arguments(parser, required=False)
     add_slots(parser)
@@ -72,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tls",
         action="store_true",
-        help="encrypt the connections of agents; without hosts only",
+        help="encrypt the connections of agents; only without --hosts, --hostfile or --slurm",
     )
     parser.add_argument(
         "training",
@@ -80,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="-- --key value",
         help="keys of the configuration; a command that starts training may precede them, as for "
         "horovodrun: python -m hvdtrain.train, or python SCRIPT. The script uses "
-        "hvdtrain.training; another one is restarted, from what it has saved itself",
+        "hvdtrain.training; any other script is restarted and must resume from its own files",
     )
     parser.usage = (
         f"{parser.prog} [--hosts LIST | --hostfile FILE | --slurm] [options] "
@@ -253,7 +252,7 @@ def _run_directory(command: _RankCommand) -> Path:
         print(
             "hvdtrain launch: the script does not mention hvdtrain.training (if other modules of "
             "it do, set HVDTRAIN_ELASTIC=1), so its steps are not known: after a failure it is "
-            "restarted, and continues from what it has saved itself; records of its hosts are in "
+            "restarted, and must resume from its own files; records of its hosts are in "
             f"{directory}",
             file=sys.stderr,
         )

@@ -30,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sort",
         choices=[*_COLUMNS],
         default="age",
-        help="column; the newest, the largest or the alphabetically last run is at the bottom "
-        "(default: %(default)s)",
+        help="sort column, ascending; age: the newest run last (default: %(default)s)",
     )
     parser.add_argument(
         "--format",

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--weak",
         action="store_true",
-        help="the batch grows with the ranks (default: ranks share it)",
+        help="weak scaling: global batch proportional to ranks (default: constant)",
     )
     _add_cluster(parser.add_argument_group("cluster"))
     parser.add_argument(

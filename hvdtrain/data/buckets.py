@@ -94,7 +94,7 @@ class Buckets:
         return epoch * self.samples + int(self._ends[1][at])
 
 
-class Used(NamedTuple):
+class BatchUsage(NamedTuple):
     """Samples and tokens in a set of micro-batches.
 
     Args:
@@ -162,7 +162,7 @@ class SampleBuckets:
         """
         return int(self.order.counts(step * micro_batches, (step + 1) * micro_batches).sum())
 
-    def used(self, positions: Iterable[int]) -> Used:
+    def used(self, positions: Iterable[int]) -> BatchUsage:
         """Count the samples and tokens in the micro-batches at these positions."""
         samples = tokens = slots = 0
         for position in positions:
@@ -170,7 +170,7 @@ class SampleBuckets:
             samples += len(lengths)
             tokens += int(lengths.sum())
             slots += int(lengths.max()) * len(lengths)
-        return Used(samples, tokens, slots)
+        return BatchUsage(samples, tokens, slots)
 
 
 def bucket_sizes(lengths: Indices, max_tokens: int) -> tuple[list[list[int]], Indices]:

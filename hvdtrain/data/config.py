@@ -91,8 +91,8 @@ class BatchConfig:
             fewer and all ranks finish at the same time; the gradient is the same. Speeds come from
             the periodic comparison of ranks (`telemetry.exchange_every`)
         interleave: run the backward passes of a rank's last N micro-batches of a step in turns,
-            block by block: gradients are sent earlier, at the memory cost of N passes at once. For
-            slow networks; on CPUs; bitwise identical
+            block by block: gradients are sent earlier, at the memory cost of N passes at once.
+            Intended for slow networks; CPU only; results are bitwise identical
     """
 
     global_size: int = 32

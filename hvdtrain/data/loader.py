@@ -5,8 +5,7 @@ generators are seeded for each micro-batch, on whatever rank or in whatever proc
 
 Map-style datasets are read by sample number, optionally by worker processes. Iterable datasets are
 read from beginning to end in their own order: each rank reads all samples and keeps the samples of
-    its
-micro-batches, so the global batch does not depend on the world size.
+its micro-batches, so the global batch does not depend on the world size.
 """
 
 from __future__ import annotations

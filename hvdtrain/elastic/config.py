@@ -17,9 +17,8 @@ class ElasticConfig:
         hang_seconds: a rank that makes no progress for this long, while it neither uses CPU or
             disk nor waits for others, is killed, and its stacks are written to the run's
             logs; 10 times as long if it is busy, or has not taken part yet; 0 = never
-        driver_timeout: `hvdtrain launch` without hosts: seconds without a driver, which
-            another host replaces, after which an agent ends its ranks; unless another host's
-            driver is alive, it exits with 75
+        driver_timeout: `hvdtrain launch` without hosts: seconds without a driver before an agent
+            ends its ranks; it exits with 75 unless a driver is alive on another host
     """
 
     timeout_seconds: int = 0

@@ -237,13 +237,16 @@ class JobState:
 
     # Events. Those that the user should know of return a message, or "".
 
-    def hosts_found(self, found: dict[str, int], now: float, certain: bool = False) -> list[str]:
+    def hosts_found(
+        self, found: dict[str, int], now: float, removals_are_final: bool = False
+    ) -> list[str]:
         """Adopt the result of a discovery; return messages about changes.
 
         Args:
-            certain: a missing host is gone; otherwise only if the next discovery misses it, too.
+            removals_are_final: a missing host is gone; otherwise only if the next discovery misses
+                it, too.
         """
-        changes = self.hosts.take_over(found, certain)
+        changes = self.hosts.take_over(found, removals_are_final)
         if changes:
             self.slots.release_refused()
         for process in self.alive():

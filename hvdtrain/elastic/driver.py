@@ -1,13 +1,14 @@
 """Elastic driver: starts and ends processes, and forms their generations.
 
-It runs inside horovodrun (horovodrun.py) or `hvdtrain launch` (supervise/allocation.py). Processes,
-heartbeats and discovery report events, which change the state of the job (`JobState`). After an
-event, and as time passes, the driver calls `decide` (decisions.py), and performs the actions that
-it returns (`_act`, `_perform`).
+It runs inside horovodrun (horovodrun.py), `hvdtrain launch` (supervise/allocation.py), or a process
+that replaces the driver of `hvdtrain launch` (supervise/successor.py). Processes, heartbeats and
+discovery report events, which change the state of the job (`JobState`). After an event, and as time
+passes, the driver calls `decide` (decisions.py), and performs the actions that it returns (`_act`,
+`_perform`).
 
 When a rank is lost:
 
-1. The driver detects the loss: the process exits (`_run_process`), its heartbeats stop
+1. The driver detects the loss: the process exits (`_on_exit`), its heartbeats stop
    (`on_silence`, failure_detector.py), its watchdog cannot kill it (`stuck`), or the other ranks
    have waited too long for it (GiveUpProcess).
 2. EndGeneration: the driver clears the rendezvous and notifies the remaining ranks (OVER, see
@@ -23,8 +24,8 @@ A slot whose process died is used again after a pause, which grows while its pro
 process is started on a host with many of them while other hosts suffice (host_records.py).
 
 The job ends when a rank exits with a code on which all ranks agree, when a step fails repeatedly
-(status.py), when ranks have failed more than --reset-limit times, or when fewer than --min-np
-ranks, or too few for a replica, are left for the length of --elastic-timeout.
+(status.py), when ranks have failed more than --reset-limit times, when no process is left, or when
+fewer than --min-np ranks, or too few for a replica, are left for the length of --elastic-timeout.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ from hvdtrain.runtime import interfaces
 from hvdtrain.runtime.signals import handle
 from hvdtrain.untrusted import printable_lines
 
-# Seconds between discoveries: while ranks are missing, and while none is missing. Starting the
-# script is most of its cost.
+# Seconds between discoveries (below full size, at full size); running the discovery script
+# dominates the cost.
 _DISCOVERY_SECONDS = (1.0, 5.0)
-_LONGEST_REST_SECONDS = 0.1
-_LOOK_SECONDS = 0.25  # without an event: time alone makes some actions due
+_MAX_BACKOFF_SECONDS = 0.1
+_POLL_SECONDS = 0.25  # some actions become due without an event
 _RECORD_SECONDS = 2.0  # for the records of hosts, at the end of the job
 _REPORT_SECONDS = 3.0  # from the start of the wait for slots to the first message about it
 _DEFAULT_TIMEOUT = 600
@@ -89,7 +90,10 @@ class Starter(Protocol):
     """How the driver starts and ends processes: through agents (agent/hub.py)."""
 
     def start(self, slot: SlotInfo, on_exit: Callable[[int], None]) -> None:
-        """Start process number `slot.rank`; call `on_exit` with its exit code in another thread."""
+        """Start the process whose number is `slot.rank`, which is not a rank yet.
+
+        Calls `on_exit` with its exit code in another thread.
+        """
 
     def end(self, number: int) -> None:
         """End a process: SIGTERM, and SIGKILL 5 s later."""
@@ -101,7 +105,8 @@ class Starter(Protocol):
 class ElasticDriver:
     """Elastic driver of one job, see the top of this file.
 
-    With agents the driver holds a lease, and records the job for a driver that replaces it.
+    Under `hvdtrain launch` without hosts the driver holds a lease, and records the job for a driver
+    that replaces it.
 
     Args:
         rendezvous: HTTP server through which the ranks of a generation find each other: Horovod's
@@ -114,7 +119,7 @@ class ElasticDriver:
         verbose: 1 = print the longest heartbeat delay at the end.
 
     Attributes:
-        may_act: whether this driver may decide now; with agents, whether its lease is valid.
+        may_act: whether this driver may decide now: whether its lease, if it has one, is valid.
         record: keeps the record of the job; called before anything that the record must contain.
         on_answers: called with processes whose `join` now returns an answer.
     """
@@ -166,7 +171,7 @@ class ElasticDriver:
         self._discoverer = threading.Thread(target=self._discover, daemon=True)
         self._discoverer.start()
 
-    # --- what launchers call ----------------------------------------------
+    # --- interface for launchers -------------------------------------------
 
     def create_rendezvous_handler(self) -> type:
         return make_handler(self)
@@ -279,16 +284,16 @@ class ElasticDriver:
     # --- the driver's thread -------------------------------------------------
 
     def _run(self) -> None:
-        """Act when a process requests ranks or the hosts change, and every _LOOK_SECONDS."""
+        """Act when a process requests ranks or the hosts change, and every _POLL_SECONDS."""
         while not self._finished.is_set():
             with self._changed:
                 began = time.thread_time()
                 self._act()
                 took = time.thread_time() - began
-                self._changed.wait(_LOOK_SECONDS)
+                self._changed.wait(_POLL_SECONDS)
             # With thousands of processes a decision takes a while; their requests, which come one
             # after another, must not each cause one.
-            time.sleep(min(took, _LONGEST_REST_SECONDS))
+            time.sleep(min(took, _MAX_BACKOFF_SECONDS))
 
     def _act(self) -> None:
         """Perform the actions that are due."""
@@ -470,7 +475,7 @@ class ElasticDriver:
                 process.failure, process.failed_step = message, step
 
     def replace(self, number: int, message: str) -> None:
-        """Replace a healthy process, which ends, by a new one; its slot has not failed."""
+        """Replace a healthy process; does not count as a slot failure."""
         with self._changed:
             process = self._record_request(number)
             if process is not None:
@@ -484,7 +489,7 @@ class ElasticDriver:
                 self._act_on(self._state.host_leaves(process, message, time.monotonic()))
 
     def stuck(self, number: int, message: str) -> None:
-        """Give up a process that hangs and that its watchdog cannot end."""
+        """Declare a process lost that hangs and that its watchdog cannot end."""
         with self._changed:
             process = self._state.process(number)
             if process is not None:
@@ -503,7 +508,7 @@ class ElasticDriver:
         return process
 
     def ranks_of(self, host: str, local_rank: int) -> str | None:
-        """Return a slot's ranks in this generation in Horovod's own format, for its start."""
+        """Return the SlotInfo string that Horovod requests at startup; None: no such rank."""
         with self._changed:
             slot = self._places.get((host, local_rank))
             return None if slot is None else str(slot.to_response_string())
@@ -534,8 +539,8 @@ class ElasticDriver:
         except Exception as error:
             return f"discovery failed: {error}"
         with self._changed:
-            certain = getattr(self._discovery, "certain", False)
-            for change in self._state.hosts_found(found, time.monotonic(), certain):
+            final = getattr(self._discovery, "removals_are_final", False)
+            for change in self._state.hosts_found(found, time.monotonic(), final):
                 _say(change)
             if self._records is not None:
                 self._find_suspects(self._records, say=False)
@@ -552,12 +557,12 @@ class ElasticDriver:
     # --- verdicts on heartbeats, see heartbeats.Listener ---------------------
 
     def on_silence(self, silence: Silence) -> bool:
-        """Give up a process that was silent for too long; the others continue at once.
+        """Declare a process lost that was silent for too long; the others continue at once.
 
         The process is also ended as soon as it can be reached, because its state is unknown.
 
         Returns:
-            Whether the process is given up.
+            Whether the process is lost.
         """
         with self._changed:
             process = self._state.process(silence.number)

@@ -113,8 +113,8 @@ class Membership:
         Raises:
             RemovedError: the generation excludes this process.
             RefusedError: the generation excludes this process because it does not fit the run.
-            LostError: the launcher did not respond for 20 s; with agents, which replace a driver,
-                for elastic.driver_timeout.
+            LostError: the launcher did not respond for 20 s; under `hvdtrain launch` without hosts,
+                whose driver can be replaced, for elastic.driver_timeout.
         """
         limit = self._driver.timeout or _LOST_SECONDS
         self._driver.follow()  # before a request waits for a host that is gone

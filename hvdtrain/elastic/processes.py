@@ -279,18 +279,18 @@ class HostList:
         self.slots.pop(host, None)
         self._retired.add(host)
 
-    def take_over(self, found: dict[str, int], certain: bool = False) -> list[str]:
+    def take_over(self, found: dict[str, int], removals_are_final: bool = False) -> list[str]:
         """Adopt the result of a discovery; return messages about changes.
 
         Args:
-            certain: a missing host is removed at once.
+            removals_are_final: a missing host is removed at once.
         """
         self._retired &= found.keys()
         found = {host: slots for host, slots in found.items() if host not in self._retired}
         changes = []
         for host in [h for h in self.slots if h not in found]:
             self._missing[host] = self._missing.get(host, 0) + 1
-            if certain or self._missing[host] >= _MISSING_DISCOVERIES:
+            if removals_are_final or self._missing[host] >= _MISSING_DISCOVERIES:
                 del self.slots[host]
                 changes.append(f"{host} is no longer available")
         for host, slots in found.items():

@@ -1,6 +1,7 @@
 """HTTP protocol between the elastic driver and processes.
 
-Under horovodrun the server is Horovod's key-value store; with agents it is request_server.py.
+Under horovodrun the server is Horovod's key-value store; under `hvdtrain launch` without hosts it
+is request_server.py.
 
 GET /news/NUMBER     {"stop": bool, "hosts": bool}
 POST /join/NUMBER    requests the process's ranks. Body: the process's status (status.py).
@@ -47,7 +48,8 @@ _HOLD_SECONDS = 1.0
 _REPLY_SECONDS = 5.0
 _FOLLOW_SECONDS = 1.5  # to connect to a driver that another one may have replaced
 _PROBE_SECONDS = 1.0
-# Set by agents: the driver's file (agent/driver_file.py), and elastic.driver_timeout in seconds.
+# Set by `hvdtrain launch` without hosts: the driver's file (agent/driver_file.py), and
+# elastic.driver_timeout in seconds.
 FILE_VARIABLE = "HVDTRAIN_DRIVER_FILE"
 TIMEOUT_VARIABLE = "HVDTRAIN_DRIVER_TIMEOUT"
 
@@ -157,8 +159,8 @@ def handle_report(
 class DriverAddress:
     """Where a process finds its driver.
 
-    Under agents another driver may replace the first: if the driver does not respond, the address
-    is read again from the driver's file.
+    Under `hvdtrain launch` without hosts another driver may replace the first: if the driver does
+    not respond, the address is read again from the driver's file.
 
     Attributes:
         place: address and port of the driver's HTTP server.

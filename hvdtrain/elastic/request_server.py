@@ -1,8 +1,8 @@
-"""HTTP server of a driver with agents: one event loop, so a request that waits costs no thread.
+"""HTTP server of the driver under `hvdtrain launch` without hosts: one thread, with an event loop.
 
-It speaks the protocol of rendezvous.py, like Horovod's server under horovodrun, which starts a
-thread per request: a rank sends about ten requests per generation, and half of them wait for all
-other ranks.
+It speaks the protocol of rendezvous.py, like Horovod's server under horovodrun. That server starts
+a thread per request; here a request that waits costs no thread. A rank sends about ten requests per
+generation, and half of them wait for all other ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class RequestServer:
         self.secret = secret
         self._driver: Driver | None = None
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}  # process -> its held requests
-        self._exchanges: dict[tuple[int, str], _Exchange] = {}  # by generation and scope
+        # By generation and scope.
+        self._exchanges: dict[tuple[int, str], _AddressExchange] = {}
         self._generation = 0  # other threads set it
         self._refused, self._refused_at = 0, -_REFUSED_SECONDS
         self._loop = asyncio.new_event_loop()
@@ -201,7 +202,7 @@ class RequestServer:
         if exchange is None or exchange.size != size or exchange.differs(rank, row):
             if exchange is not None:
                 exchange.give_up()
-            exchange = self._exchanges[generation, scope] = _Exchange(size)
+            exchange = self._exchanges[generation, scope] = _AddressExchange(size)
         exchange.add(rank, row)
         if not exchange.over.is_set():
             with suppress(asyncio.TimeoutError):
@@ -220,7 +221,7 @@ class RequestServer:
         return HTTPStatus.FORBIDDEN, b""
 
 
-class _Exchange:
+class _AddressExchange:
     """Rows of the ranks of one context.
 
     Attributes:

@@ -15,17 +15,17 @@
         processes join or leave: end of this generation
     for each callback: close()         always, also after an error; called by the generation
 
-callbacks/checkpoint.py decides when a checkpoint is due, from its own interval, `Loop.due(1)` (all
-ranks hold the same state), `Loop.preempted` and `Loop.ending`.
+callbacks/checkpoint.py decides when a checkpoint is due, from its own interval,
+`Loop.ranks_in_sync`, `Loop.preempted` and `Loop.ending`.
 
 If a rank is lost, the collective in progress raises RankLostError (HorovodInternalError), which
 leaves `run` unhandled; run/session.py handles it and joins the next generation. A step that was not
-counted yet is repeated (or taken late, see step.py). If it was counted, the next loop repeats only
-its callbacks, with Progress.record.
+counted yet is repeated (or its deferred update is applied, see step.py). If it was counted, the
+next loop repeats only its callbacks, with Progress.record.
 
-The loop and all its decisions are identical on every rank: a decision depends on
-the configuration, on numbers that all ranks hold, or on sums sent with the exchange.
-Code that reads the state (`Loop.due`) does so only when all ranks hold the same state.
+The loop and all its decisions are identical on every rank: a decision depends on the configuration,
+on numbers that all ranks hold, or on sums sent with the exchange. Code that reads the state
+(`Loop.due`, `Loop.ranks_in_sync`) does so only when all ranks hold the same state.
 """
 
 from __future__ import annotations
@@ -438,10 +438,14 @@ class Loop:
         """Whether an action on the state, taken every `every` steps, is due after this step.
 
         It is due after each step whose number is a multiple of `every`, or if the ranks' states
-        differ then (local_steps.py), after the next step at which they are equal. So `due(1)` is
-        whether all ranks hold the same state and can save, compare and evaluate it.
+        differ then (local_steps.py), after the next step at which they are equal.
         """
         return self._stepper.due(self.progress.step, every)
+
+    @property
+    def ranks_in_sync(self) -> bool:
+        """Whether all ranks hold the same state, and can save, compare and evaluate it."""
+        return self.due(every=1)
 
     def run(self) -> None:
         """Run all steps with the task's loss; raises what `steps` raises."""

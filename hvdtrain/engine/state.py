@@ -364,7 +364,7 @@ class KeepCommonState(Callback):
         snapshot.keep()  # state at the start of the generation
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
-        if loop.due(every=1):
+        if loop.ranks_in_sync:
             self._snapshot.keep()
 
 

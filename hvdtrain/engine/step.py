@@ -4,11 +4,11 @@ TrainStep runs a step in this order:
 
 1. Save the model's buffers, which forward passes change (SavedBuffers).
 2. Run forward and backward for each micro-batch of this rank (accumulate.py, or pipeline.py for a
-   pipeline). Before the last backward pass (in a pipeline, after it), send the control vector: one
-   all-reduce that sums loss, metrics and flags over all ranks (ControlVector), by which ranks
-   agree on a stop, for example.
+   pipeline). Before the last backward pass (in a pipeline, after it), send the control vector (one
+   float64 all-reduce of loss, metrics and flags, see ControlVector), by which ranks agree on a
+   stop, for example.
 3. In the last backward pass, hooks of the exchange send each bucket of gradients when it is
-   complete, compressed if configured (hvdtrain/exchange/base.py lists where).
+   complete, compressed if configured (see hvdtrain/exchange/base.py for when).
 4. Wait for the gradients of the global batch and for the control vector.
 5. Scale the gradients, compute their norm, clip them (Update.prepare).
 6. In an elastic run whose ranks hold shards, wait until every rank can apply the update
@@ -20,9 +20,10 @@ TrainStep runs a step in this order:
 If a rank is lost in 2 to 6, the step raises RankLostError and leaves the state as it was before the
 step (local SGD: see below). An elastic run then continues in a new generation
 (run/session.py), which repeats the step; any other run ends. If another rank passed the wait in 6
-and applied the update, this rank applies it late (Agreement.catch_up). If a rank is lost in 8, the
-step counts, and the next generation completes the parameters (zero_state.redistribute). With local
-SGD, a rank lost in any of these returns all ranks to their last common state (KeepCommonState).
+and applied the update, this rank applies its deferred update (Agreement.catch_up). If a rank is
+lost in 8, the step counts, and the next generation completes the parameters
+(zero_state.redistribute). With local SGD, a rank lost in any of these returns all ranks to their
+last common state (KeepCommonState).
 
 RankLostError is another name of Horovod's HorovodInternalError (runtime/collectives.py).
 """
@@ -42,7 +43,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from hvdtrain.data.assignment import Assignment
-from hvdtrain.data.buckets import SampleBuckets, Used
+from hvdtrain.data.buckets import BatchUsage, SampleBuckets
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.loader import Batch
 from hvdtrain.engine.accumulate import (
@@ -68,7 +69,7 @@ from hvdtrain.runtime.tensor_shards import local
 
 @dataclass(frozen=True)
 class Flags:
-    """Input of this rank to a step in addition to its micro-batches.
+    """Per-rank flags and step counter sent with a step.
 
     Args:
         stop: this rank received a request to stop.
@@ -109,7 +110,7 @@ class StepResult:
     stop: bool
     membership_changed: bool
     finish: bool
-    used: Used
+    used: BatchUsage
     ready_at: float
     lr: float
 
@@ -124,7 +125,7 @@ class TrainStep:
 
     Args:
         batch: sizes of a step and of a micro-batch.
-        buckets: with batch.max_tokens, the contents of the micro-batches.
+        buckets: with batch.max_tokens, the assignment of samples to micro-batches.
         sharded: the optimizer, if each rank updates a shard of the parameters.
         agreement: set if no rank may apply an update before all ranks can.
     """
@@ -171,7 +172,7 @@ class TrainStep:
         phase = timer.phase
         timer.enter("optimizer")
         if self._agreement is not None:
-            # No remaining rank has applied a pending update: its step is repeated now.
+            # If an update were pending here, no surviving rank applied it, so this step repeats it.
             self._agreement.forget()
         self._buffers.keep()
         self._update.clear()
@@ -193,7 +194,8 @@ class TrainStep:
 
     def _send_control(self) -> None:
         step = self._open
-        # A task freezes parameters in its forward pass; without a pass, none is known.
+        # A task freezes parameters in its forward pass: a rank without micro-batches does not know
+        # which are frozen.
         step.control.send(self._exchange.trained.frozen() if len(step.assignment) else ())
 
     def fail(self) -> None:
@@ -209,7 +211,7 @@ class TrainStep:
         Args:
             lr: learning rate; None: leave that of the optimizer.
             advance: advances other state, such as Progress. It is called together with the
-                parameter update, even if the update is applied late.
+                parameter update, even if the update is deferred.
 
         Raises:
             RankLostError: another rank is gone.
@@ -253,12 +255,12 @@ class TrainStep:
         heartbeat.beat(Activity.WORKING)
         return sums
 
-    def _used(self, assignment: Assignment, step: int) -> Used:
-        """Contents of this rank's micro-batches; zero if another rank counts them."""
+    def _used(self, assignment: Assignment, step: int) -> BatchUsage:
+        """Samples and tokens of this rank's micro-batches; zero if another rank counts them."""
         if not self._context.mesh.leads:
-            return Used(0)
+            return BatchUsage(0)
         if self._buckets is None:
-            return Used(len(assignment) * self._batch.micro_size)
+            return BatchUsage(len(assignment) * self._batch.micro_size)
         return self._buckets.used(step * self._batch.micro_batches + j for j in assignment)
 
     def _check(self, sums: ControlSums, step: int) -> None:
@@ -268,8 +270,8 @@ class TrainStep:
             samples = self._buckets.samples_of(step, self._batch.micro_batches)
         if sums.steps != step * ranks or sums.used.samples != samples:
             raise RuntimeError(
-                f"step {step + 1}: the ranks together are at {sums.steps:.0f} steps and used "
-                f"{sums.used.samples} samples"
+                f"step {step + 1}: ranks disagree: sum of steps {sums.steps:.0f} (expected "
+                f"{step * ranks}), samples {sums.used.samples} (expected {samples})"
             )
         if self._buckets is not None and not sums.loss_pairs:
             raise AgreedError(
@@ -286,26 +288,27 @@ class TrainStep:
 
         Args:
             step: number of steps done after this one.
-            commit: applies the update; called here only if it is applied late. Otherwise the caller
+            commit: applies the update; called here only if it is deferred. Otherwise the caller
                 calls it after the wait.
 
         Raises:
-            RankLostError: another rank is gone; `agreement` can apply the update late.
+            RankLostError: another rank is gone; the update is deferred: `agreement` can apply it.
         """
         if self._agreement is None:
             return
 
-        def apply_late() -> None:
-            self._buffers.swap()  # again, see below
+        def apply_deferred() -> None:
+            self._buffers.swap()  # back to the values of the forward passes, see below
             self._update.restore_gradients(ready)
             commit()
             self._update.clear()
 
         try:
             with self._context.timer.inside("comm_exposed"):
-                self._agreement.wait(step, apply_late)
+                self._agreement.wait(step, apply_deferred)
         except RankLostError:
-            # The forward passes have changed the buffers: back to their values before the step.
+            # The forward passes have changed the buffers. Restore their values before the step, and
+            # keep the changed ones, which `apply_deferred` needs.
             self._buffers.swap()
             raise
 
@@ -393,7 +396,7 @@ class ControlSums:
     Args:
         stops, changes, finishes: number of ranks that raised the flag.
         steps: sum of the ranks' `step`.
-        used: contents of all ranks' micro-batches.
+        used: samples and tokens of all ranks' micro-batches.
         rows: rows of the loss and the metrics, 3 rows as returned by `accumulate.rows_of`.
         frozen: for each parameter, how many ranks have frozen it.
         statistics: summed changes of the running statistics; on the device.
@@ -403,7 +406,7 @@ class ControlSums:
     changes: float
     finishes: float
     steps: float
-    used: Used
+    used: BatchUsage
     rows: list[list[float]]
     frozen: list[float]
     statistics: Tensor
@@ -425,13 +428,13 @@ class ControlVector:
     It is sent before the last backward pass and overlaps with it; in a pipeline, after it.
 
     Args:
-        used: contents of this rank's micro-batches.
+        used: samples and tokens of this rank's micro-batches.
 
     Attributes:
         totals: add to these before `send`.
     """
 
-    def __init__(self, flags: Flags, used: Used, sizes: Sizes, context: RankContext) -> None:
+    def __init__(self, flags: Flags, used: BatchUsage, sizes: Sizes, context: RankContext) -> None:
         head = torch.tensor(
             [flags.stop, flags.membership_changed, flags.finish, flags.step, *used],
             dtype=torch.float64,
@@ -468,12 +471,12 @@ class ControlVector:
         if self._handle is not None:
             completed(self._handle)
         values = self.totals.values.value()
-        known = torch.cat([self._vector[: sum(self._lengths[:2])], values.flatten()])
-        numbers = iter(known.tolist())  # a single synchronization with the device
-        stops, changes, finishes, steps, *contents = islice(numbers, self._lengths[0])
-        used = Used(*map(int, contents))
-        frozen = [*islice(numbers, self._lengths[1])]
-        rows = [[*islice(numbers, values.shape[1])] for _ in range(3)]
+        vector = torch.cat([self._vector[: sum(self._lengths[:2])], values.flatten()])
+        host_values = iter(vector.tolist())  # a single synchronization with the device
+        stops, changes, finishes, steps, *counts = islice(host_values, self._lengths[0])
+        used = BatchUsage(*map(int, counts))
+        frozen = [*islice(host_values, self._lengths[1])]
+        rows = [[*islice(host_values, values.shape[1])] for _ in range(3)]
         statistics = self.totals.statistics.value()
         return ControlSums(stops, changes, finishes, steps, used, rows, frozen, statistics)
 
@@ -590,7 +593,7 @@ class Update:
         return UpdateResult(ready.grad_norm, ready.applied, used, overflow)
 
     def restore_gradients(self, ready: ReadyUpdate) -> None:
-        """Restore the gradients of an update that is applied late."""
+        """Restore the gradients of a deferred update."""
         for parameter, gradient in zip(self._exchange.parameters, ready.gradients, strict=True):
             parameter.grad = gradient
 

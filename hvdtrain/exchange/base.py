@@ -7,9 +7,9 @@ Where a gradient is compressed depends on the implementation, which build.py sel
   `reduce` sends gradients that no pass has reached, as zeros, waits for the sums and casts back.
 - topk.py, powersgd.py: a bucket (bucketed.py) compresses and sends its gradients in `Bucket.send`,
   in the last backward pass, and decompresses them in `Bucket.receive`, in `reduce`. powersgd sends
-  a second time in `Bucket.answer`, also in `reduce`.
-- exact.py, adasum.py: buckets as in topk.py, without compression. exact converts a micro-batch's
-  gradients to fixed point together, when all of the bucket have arrived.
+  a second time in `Bucket.send_second_round`, also in `reduce`.
+- exact.py, adasum.py: buckets as in topk.py, without compression. exact converts all gradients of a
+  bucket to fixed point at once, for each micro-batch.
 - spanning.py: sums the gradients of a model that spans ranks over its replicas, uncompressed, in
   `reduce`; along `shard`, FSDP has summed them in the backward pass.
 - local_sgd.py: reduces no gradients; it averages parameters and optimizer state periodically.
@@ -33,9 +33,9 @@ from hvdtrain.optim.trainable import SPARSE
 from hvdtrain.runtime.state_part import StatePart
 
 T = TypeVar("T", bound=Tensor)
-# What a hook returns for a gradient that autograd is about to accumulate: None leaves it as it is,
+# Result of a hook for a gradient that autograd is about to accumulate: None leaves it as it is,
 # (tensor,) replaces it, and (None,) lets autograd accumulate nothing.
-Replacement = tuple[Tensor | None, ...] | None
+HookResult = tuple[Tensor | None, ...] | None
 
 # Maximum size of a bucket. Large enough that its transfer takes longer than its negotiation.
 BUCKET_BYTES = 8 << 20
@@ -50,11 +50,10 @@ class Exchange:
     gradients of frozen parameters (`trained`), `agreed_norm(...)`, the optimizer step, and
     `commit(...)`; TrainStep (engine/step.py) is the caller. During the last backward pass most
     implementations compress and send gradients from hooks (GradientHooks), as listed at the top of
-    this file. Every rank
-    participates in each step, even if it has no backward pass or if a pass did not reach some
-    parameters: these gradients count as zero.
+    this file. Every rank participates in each step, even if it has no backward pass or if a pass
+    did not reach some parameters: these gradients count as zero.
 
-    Norm and frozen parameters are not results of `reduce`: both depend on the control vector
+    `reduce` returns neither the norm nor the frozen parameters: both depend on the control vector
     (engine/step.py), whose all-reduce overlaps with the exchange. It carries the loss weights that
     scale the gradients, and the ranks' frozen parameters.
 
@@ -224,7 +223,7 @@ class GradientHooks:
 
     Args:
         groups: the buckets.
-        arrived: called with a parameter and its gradient of one pass, before autograd adds the
+        on_gradient: called with a parameter and its gradient of one pass, before autograd adds the
             gradient to `parameter.grad`; the gradient is None if a pass gives none.
         complete: called with a bucket's number when all its gradients of the last pass have
             arrived.
@@ -238,11 +237,11 @@ class GradientHooks:
         self,
         parameters: TrainedParameters,
         groups: Sequence[Sequence[nn.Parameter]],
-        arrived: Callable[[nn.Parameter, Tensor | None], Replacement],
+        on_gradient: Callable[[nn.Parameter, Tensor | None], HookResult],
         complete: Callable[[int], None],
     ) -> None:
         self._parameters = parameters
-        self._arrived = arrived
+        self._on_gradient = on_gradient
         self._complete = complete
         self._bucket_of = {p: number for number, bucket in enumerate(groups) for p in bucket}
         self._bucket_sizes = [len(bucket) for bucket in groups]
@@ -282,7 +281,7 @@ class GradientHooks:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _count(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> Replacement:
+    def _count(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> HookResult:
         gradient = gradients[0]
         name = self._parameters.names[parameter]
         if gradient is not None and gradient.layout != torch.strided:
@@ -294,7 +293,7 @@ class GradientHooks:
                 "pass, as reentrant checkpointing of a layer that is used twice does: give "
                 "torch.utils.checkpoint use_reentrant=False"
             )
-        replacement = self._arrived(parameter, gradient)
+        result = self._on_gradient(parameter, gradient)
         if reached == self._passes:
             bucket = self._bucket_of[parameter]
             self._missing[bucket] -= 1
@@ -302,4 +301,4 @@ class GradientHooks:
                 if self.first_complete_at is None:
                     self.first_complete_at = time.perf_counter()
                 self._complete(bucket)
-        return replacement
+        return result

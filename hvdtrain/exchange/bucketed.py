@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.base import Exchange, GradientHooks, Replacement, TrainedParameters
+from hvdtrain.exchange.base import Exchange, GradientHooks, HookResult, TrainedParameters
 from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.state_part import Scope, StatePart
 
@@ -60,8 +60,8 @@ class Bucket:
         """Send when all gradients of this rank have arrived; `alone`: there are no other ranks."""
         raise NotImplementedError
 
-    def answer(self) -> None:
-        """Send what depends on the result of `send`, if anything does."""
+    def send_second_round(self) -> None:
+        """Send what depends on the sum of the first round, if anything does."""
 
     def receive(self) -> int:
         """Set each parameter's gradient of the global batch; return the number of bytes sent.
@@ -96,16 +96,16 @@ class BucketedExchange(Exchange):
         self._buckets = buckets
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         groups = [bucket.parameters for bucket in buckets]
-        self._arrivals = GradientHooks(trained, groups, self._arrived, self._send)
+        self._hooks = GradientHooks(trained, groups, self._on_gradient, self._send)
         residuals = [bucket.residual for bucket in buckets if bucket.residual is not None]
         self._parts = [*parts, Residuals(residuals)] if residuals else parts
 
     def begin(self, passes: int) -> None:
         for bucket in self._buckets:
             bucket.begin()
-        self._arrivals.begin(max(passes, 1))
+        self._hooks.begin(max(passes, 1))
 
-    def _arrived(self, parameter: nn.Parameter, gradient: Tensor | None) -> Replacement:
+    def _on_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> HookResult:
         if gradient is None or not parameter.requires_grad:
             return None
         self._bucket_of[parameter].arrived(parameter, gradient)
@@ -115,13 +115,13 @@ class BucketedExchange(Exchange):
         self._buckets[number].send(alone=hvd.size() == 1)
 
     def reduce(self) -> None:
-        for number in self._arrivals.incomplete():
+        for number in self._hooks.incomplete():
             self._send(number)
-        # Answers are sent while later buckets may still be in transfer.
+        # The second round is sent while later buckets may still be in transfer.
         for bucket in self._buckets:
-            bucket.answer()
+            bucket.send_second_round()
         sent = sum(bucket.receive() for bucket in self._buckets)
-        sent_at = self._arrivals.first_complete_at
+        sent_at = self._hooks.first_complete_at
         if hvd.size() > 1 and sent_at is not None:
             self.inflight_seconds += time.perf_counter() - sent_at
             self.bytes += sent

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hvdtrain.exchange.base import (
     Exchange,
     GradientHooks,
-    Replacement,
+    HookResult,
     TrainedParameters,
     gradient_buckets,
 )
@@ -62,22 +62,22 @@ class DenseExchange(Exchange):
         )
         self._memory = BucketMemory(groups) if in_place else None
         # Horovod's own hooks, which run after these, send a complete bucket.
-        self._arrivals = GradientHooks(self.trained, groups, self._arrived, lambda bucket: None)
+        self._hooks = GradientHooks(self.trained, groups, self._on_gradient, lambda bucket: None)
 
-    def _arrived(self, parameter: nn.Parameter, gradient: Tensor | None) -> Replacement:
+    def _on_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> HookResult:
         """Handle the gradient of one pass, see GradientHooks; Horovod's hooks send it."""
         if gradient is None or not parameter.requires_grad:
             if self._distributed and parameter.grad is None:
                 # Nothing will be accumulated, but Horovod's hook needs a gradient to send.
                 parameter.grad = torch.zeros_like(parameter)
             return None
-        if self._memory is not None and self._arrivals.is_last(parameter):
+        if self._memory is not None and self._hooks.is_last(parameter):
             return (self._memory.accumulate(parameter, gradient),)
         return None
 
     def begin(self, passes: int) -> None:
         passes = max(passes, 1)
-        self._arrivals.begin(passes)
+        self._hooks.begin(passes)
         self._horovod.set_backward_passes_per_step(passes)
 
     def reduce(self) -> None:
@@ -86,11 +86,11 @@ class DenseExchange(Exchange):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             # The hooks detect untrainable models in the first step; one process needs them no more.
-            self._arrivals.stop()
+            self._hooks.stop()
             return
         # Other ranks may have reached these parameters, so this rank has to send them too. A
         # backward pass with zeros triggers the hooks, also for frozen parameters.
-        while missing := self._arrivals.unreached():
+        while missing := self._hooks.unreached():
             frozen = [p for p in missing if not p.requires_grad]
             for still in frozen:
                 still.requires_grad_(True)
@@ -100,7 +100,7 @@ class DenseExchange(Exchange):
                 for still in frozen:
                     still.requires_grad_(False)
         self._horovod.synchronize()
-        sent_at = self._arrivals.first_complete_at
+        sent_at = self._hooks.first_complete_at
         if hvd.size() > 1 and sent_at is not None:
             self.inflight_seconds += time.perf_counter() - sent_at
             self.bytes += self._step_bytes

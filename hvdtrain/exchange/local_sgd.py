@@ -43,8 +43,8 @@ class LocalSgd(Exchange):
 
     `average` replaces parameters by their mean over the ranks, weighted with the number of each
     rank's micro-batches since the last average. A step with plain SGD followed by an average
-    therefore equals a step of `dense`. With an outer optimizer, its result from
-    start and mean replaces the parameters.
+    therefore equals a step of `dense`. With an outer optimizer, its result from start and mean
+    replaces the parameters.
 
     The inner optimizer's state (momenta, second moments) is averaged too. If each rank kept its
     own, as in DiLoCo's paper, a rank that joins would have none, and a checkpoint would fit only

@@ -134,8 +134,8 @@ class PowerSgdBucket(Bucket):
             self.handle = begin_sum(self._sent, f"{self.name}.p")
 
     @torch.no_grad()
-    def answer(self) -> None:
-        """Send all Q, when P has arrived."""
+    def send_second_round(self) -> None:
+        """Wait for the sum of all P, and send all Q."""
         if self.handle is not None:
             completed(self.handle)
         self.handle = None

@@ -14,24 +14,24 @@ class Agreement:
 
     After it, no rank can be a step ahead of a rank that cannot follow. If the barrier fails, some
     ranks may have passed it, and others not. A rank that did not pass keeps its gradients, and
-    applies the update late if it meets a rank that did.
+    applies its deferred update if it meets a rank that did.
     """
 
     def __init__(self) -> None:
         self._pending: tuple[int, Callable[[], None]] | None = None
 
-    def wait(self, step: int, apply_late: Callable[[], None]) -> None:
+    def wait(self, step: int, apply_deferred: Callable[[], None]) -> None:
         """Wait until all ranks can apply the update of a step.
 
         Args:
             step: its number.
-            apply_late: applies the update after this call has failed: it changes all of this rank's
-                state without communication.
+            apply_deferred: applies the update after this call has failed: it changes all of this
+                rank's state without communication.
 
         Raises:
             RankLostError: another rank is gone. Some rank may have applied the update.
         """
-        self._pending = step, apply_late
+        self._pending = step, apply_deferred
         sum_(torch.zeros(1), "step.agree")
         self._pending = None
 
@@ -48,6 +48,6 @@ class Agreement:
         """Apply the pending update if another rank, which is at `newest`, has applied it."""
         if step < newest == self.reachable_step(step):
             assert self._pending is not None
-            _, apply_late = self._pending
+            _, apply_deferred = self._pending
             self._pending = None
-            apply_late()
+            apply_deferred()

@@ -1,8 +1,8 @@
 """Which ranks hold which shards, and which transfers turn one assignment into another.
 
 Everything here is a pure function. A ShardMap follows from sizes, hosts and ranks alone. A plan of
-transfers also needs what each rank holds, which the callers gather first. All ranks then compute
-the same result. Two layouts use it:
+transfers also needs the ranks' current holdings, gathered by the caller. All ranks then compute the
+same result. Two layouts use it:
 
 - The state of a sharded optimizer (zero.py, ZeRO-1, arXiv:1910.02054). The trained parameters,
   flattened and concatenated, are cut into as many equal shards as there are ranks, and each shard
@@ -10,7 +10,8 @@ the same result. Two layouts use it:
   again.
 - A model that spans ranks (spanned.py). A replica has a fixed number of shards, each of which is
   sent as a unit. To share the code, shard n is written as the placeholder Interval(0, n, n + 1),
-  which says nothing about the shard's elements. Each replica holds all shards.
+  which says nothing about the shard's elements: with 2 shards per replica, Interval(0, 1, 2) is all
+  of shard 1, not element 1 of tensor 0. Each replica holds all shards.
 
 After a change of ranks, `plan_transfers` compares what the ranks hold with what the new ShardMap
 assigns to them. Generation calls it through zero_state.redistribute, and Spanning.regroup calls it;
@@ -28,7 +29,10 @@ from hvdtrain.runtime.mesh import Grid
 
 
 class ShardLostError(Exception):
-    """No rank holds some shard any more; raised on all ranks."""
+    """No surviving rank holds a required shard; raised on all ranks.
+
+    The run returns to its newest checkpoint.
+    """
 
 
 class Interval(NamedTuple):
@@ -51,8 +55,8 @@ class ShardMap:
 
     Args:
         shards: the intervals of each shard, in the order of the tensors.
-        holders: the ranks that hold each shard. The first one saves a shard of an optimizer;
-            spanned.Saves says who saves the tensors of a model that spans ranks.
+        holders: the ranks that hold each shard. The first holder writes an optimizer shard to
+            checkpoints; for models that span ranks see spanned.Saves.
     """
 
     shards: tuple[tuple[Interval, ...], ...] = ()
@@ -94,12 +98,9 @@ class ShardMap:
 
     def shards_of(self, rank: int) -> list[int]:
         """Return a rank's shards, beginning with the shard of which it is the first holder."""
-        return [
-            shard
-            for first in (True, False)
-            for shard, ranks in enumerate(self.holders)
-            if rank in ranks and (ranks[0] == rank) is first
-        ]
+        own = [shard for shard, ranks in enumerate(self.holders) if rank in ranks[:1]]
+        copies = [shard for shard, ranks in enumerate(self.holders) if rank in ranks[1:]]
+        return own + copies
 
     def sole_hosts(self, hosts: Sequence[str]) -> list[str]:
         """Return the hosts whose loss would lose a shard.
@@ -138,6 +139,10 @@ def _ring(hosts: Sequence[str]) -> list[int]:
     consists of rounds, as many as the largest host has ranks. Listed host by host, largest first,
     the ranks go to the rounds in turn, so each host has at most one rank in a round, at nearly the
     same place of each round; and a round has at least n ranks.
+
+    For example, with ranks 0, 1 and 2 on host A and ranks 3 and 4 on host B there are 3 rounds:
+    (0, 3), (1, 4) and (2), so the ring is 0, 3, 1, 4, 2. Its end, 2, and its beginning, 0, are
+    both on host A, which has more than half of the ranks.
     """
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):

@@ -40,7 +40,7 @@ from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.terminal import terminal
 from hvdtrain.tasks import optional
 from hvdtrain.telemetry.exporter import ExporterAddress, write_targets
-from hvdtrain.text import encodable
+from hvdtrain.text import encodable, plural
 
 
 @dataclass(frozen=True)
@@ -453,7 +453,7 @@ def log_summary(
     if loop.preempted:
         logger.info("asked to stop after step %d; %s", loop.progress.step, writer.newest())
     if writer.failures:
-        logger.warning("%d checkpoints could not be written", writer.failures)
+        logger.warning("%s could not be written", plural(writer.failures, "checkpoint"))
     last: dict[str, Any] = callbacks.log.last
     if not last:
         logger.info("step %d of %d was done already", loop.progress.step, loop.train.steps)
@@ -468,7 +468,9 @@ def log_summary(
         if key in last:
             logger.info("%s %.4f", name, last[key])
     if loop.progress.nonfinite:
-        logger.warning("%d steps were skipped: gradient not finite", loop.progress.nonfinite)
+        skipped = loop.progress.nonfinite
+        were = "was" if skipped == 1 else "were"
+        logger.warning("%s %s skipped: gradient not finite", plural(skipped, "step"), were)
     logger.info("files of this run: %s", directory.path)
 
 

@@ -360,7 +360,6 @@ class HostRecords:
             except OSError as error:
                 if not self._failed:
                     self._say(
-                        f"what was learned about hosts cannot be written ({error}); later runs do "
-                        "not know it"
+                        f"host records cannot be written ({error}); later runs do not know them"
                     )
                 self._failed = True

@@ -14,8 +14,7 @@ class RuntimeConfig:
     Args:
         threads: CPU threads per rank; 0 = OMP_NUM_THREADS if set, otherwise the host's cores
             divided by its ranks
-        standalone: train alone, whatever launcher has started this process: each of its processes
-            is an independent run, which requires another run.id
+        standalone: ignore the launcher: each process is an independent run with its own run.id
     """
 
     threads: int = 0

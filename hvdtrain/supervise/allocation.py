@@ -260,7 +260,7 @@ class AllocationDriver:
                 raise UserError(f"{run}: the job has ended")
             for number in guard.SIGNALS:
                 handle(number, self._on_own_signal)
-            _say(f"{socket.gethostname()} has the driver now: {who(known)} does not respond")
+            _say(f"{socket.gethostname()} runs the driver now: {who(known)} does not respond")
             job = state["job"]
             return self._serve(lease, content, None if job is None else job_record.parse(job))
 

@@ -34,6 +34,7 @@ from hvdtrain.supervise import host_evidence, run_progress
 from hvdtrain.supervise.hosts import ROUND_SECONDS, HostWatch, KnownHosts, end_orphans
 from hvdtrain.supervise.launcher import Launcher
 from hvdtrain.supervise.policy import Pace, RestartPolicy
+from hvdtrain.text import plural
 from hvdtrain.untrusted import printable_lines
 
 # --- stop signals -------------------------------------------------------------
@@ -266,7 +267,7 @@ class Supervisor:
         self._say_suspects(names, [host.name for host in preferred])
         job = first_slots(preferred, plan.max_np or total_slots(hosts))
         since = f" from step {run_progress.newest_checkpoint(plan.run)}" if plan.steps_known else ""
-        _say(f"starting {total_slots(job)} ranks on {as_text(job)}{since}")
+        _say(f"starting {plural(total_slots(job), 'rank')} on {as_text(job)}{since}")
         began, env = time.time(), os.environ | {LAUNCH_VARIABLE: str(plan.run)}
         launcher = Launcher(self._argv(job, env), env)
         # An elastic launcher watches its hosts itself.

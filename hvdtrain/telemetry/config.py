@@ -19,8 +19,7 @@ class TelemetryConfig:
         tls_cert_file: certificate (PEM) for HTTPS; requires `telemetry.tls_key_file`
         tls_key_file: its private key (PEM)
         auth_file: a file with one line `user:password`, required of all scrapers
-        linger_seconds: how long a rank that was being scraped waits at the end for one more
-            scrape; 0 = never
+        linger_seconds: seconds a scraped rank waits at exit for a final scrape; 0 = never
         exchange_every: steps between two comparisons of all ranks' times; 0 = never
         straggler_threshold: a rank with a lower straggler score is reported as slow
         peak_flops: peak FLOP/s of a rank's device, for the model FLOPs utilization (MFU);

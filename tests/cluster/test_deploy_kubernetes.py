@@ -50,7 +50,7 @@ class PodsRun(DisturbedRun):
         return "".join(f"--- a pod\n{pod.output()}" for pod in pods)
 
     def driver(self) -> int:
-        """The index of the pod that has the driver."""
+        """The index of the pod that runs the driver."""
         token = owner_token.read(self.run / f"{owner_token.LAUNCH}owner")
         assert token is not None
         return HOSTS.index(token.host)

@@ -74,7 +74,7 @@ def test_host_that_kills_its_ranks_is_avoided_while_another_suffices(
     first.interrupt()
 
     following = Supervised(cluster, runs, hosts, name="next", env={"SLURM_JOB_ID": "7"})
-    following.job.wait_for("starting 1 ranks on node1:1 from step 0", 20)
+    following.job.wait_for("starting 1 rank on node1:1 from step 0", 20)
     said = following.interrupt().stderr
     reason = "rank killed from outside, or out of memory (2 times, the last "
     assert f"node2 is avoided while other hosts suffice: {reason}" in said, said

@@ -97,7 +97,7 @@ def test_no_step_is_lost_when_a_rank_dies_while_ranks_agree_on_it(
 
 
 @pytest.mark.soak
-def test_late_step_is_applied_once_if_the_state_transfer_is_aborted(
+def test_deferred_update_is_applied_once_if_state_transfer_is_aborted(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:
     task = "--task tests.support.interrupted_transfers:DyingReplica"

@@ -87,7 +87,7 @@ class Training:
             preempted=False,
             asked_to_stop_at=0.0,
             ending=False,
-            due=lambda every: True,
+            ranks_in_sync=True,
         )
         self._steps = steps
         state: Any = SimpleNamespace(capture=self._capture, of_scope=lambda *_: [])
@@ -121,7 +121,7 @@ class _Shard:
         manager: Any = CheckpointManager(root, 1) if rank == 0 else self
         self._writer = CheckpointWriter(manager)
         self._loop: Any = SimpleNamespace(
-            progress=SimpleNamespace(step=0), preempted=False, ending=False, due=lambda every: True
+            progress=SimpleNamespace(step=0), preempted=False, ending=False, ranks_in_sync=True
         )
         state: Any = SimpleNamespace(capture=self._capture, of_scope=lambda *_: ["optimizer"])
         saving = Saving(state, Group(rank, 2), self._writer, lambda: None)

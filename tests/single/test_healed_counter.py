@@ -23,7 +23,7 @@ def test_only_rank_0_counts_healed_replicas(rank: int) -> None:
     loop: Any = SimpleNamespace(topology=topology, step_samples=8, assignment=[0, 2, 4])
     export = Export(exporter, None, 0)
     for step, healed in enumerate(({}, {"healed": [2, 3]}, {"healed": [1]}), start=1):
-        loop.due = lambda every, agree=step < 3: agree
+        loop.ranks_in_sync = step < 3
         export.on_step(loop, {**RECORD, "step": step, **healed})
     with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=5) as page:
         text = page.read().decode()

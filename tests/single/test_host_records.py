@@ -305,7 +305,7 @@ def test_disk_that_cannot_be_written_is_reported_once(tmp_path: Path, obstacle: 
         run.add(host, GPU)
         run.flush(10)
     [message] = said
-    assert message.startswith("what was learned about hosts cannot be written (")
+    assert message.startswith("host records cannot be written (")
     assert len(run.suspects(["node1", "node3"])) == 1, "this run still knows it"
 
 

@@ -1,4 +1,4 @@
-"""Steps that a rank applies late, because another rank already applied them."""
+"""Deferred updates: a rank applies an update after all, because another rank has applied it."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _lose_agreement(rank: _Rank) -> None:
 
 
 @pytest.mark.parametrize("poisoned", [0, LOST], ids=["applied", "skipped"])
-def test_late_step_advances_all_state(poisoned: int) -> None:
+def test_deferred_update_advances_all_state(poisoned: int) -> None:
     rank, undisturbed = _Rank(poisoned), _Rank(poisoned)
     for each in (rank, undisturbed):
         each.run(LOST - 1)

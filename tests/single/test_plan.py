@@ -215,13 +215,13 @@ def test_planned_bytes_match_exchange() -> None:
         exchange: Any = build_exchange(config, 1, optimizer, model, elastic=False)
         exchange.begin(1)
         model(torch.ones(2, 64)).sum().backward()
-        for number in exchange._arrivals.incomplete():
+        for number in exchange._hooks.incomplete():
             exchange._send(number)
         for bucket in exchange._buckets:
-            bucket.answer()
+            bucket.send_second_round()
         bytes_sent = sum(bucket.receive() for bucket in exchange._buckets)
         assert bytes_sent == sum(sent(bucket, strategy, config).bytes for bucket in found)
-        exchange._arrivals.stop()
+        exchange._hooks.stop()
 
 
 def test_buckets_for_unknown_shapes_match_real_buckets() -> None:

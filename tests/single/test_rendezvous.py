@@ -80,7 +80,7 @@ class Launcher:
 
 
 class AgentDriver(Launcher):
-    """The same with the server of a driver with agents."""
+    """The same with the server of `hvdtrain launch` without hosts."""
 
     def __init__(self) -> None:
         self.server = RequestServer(KEY)
@@ -97,7 +97,7 @@ def launcher() -> Iterator[Launcher]:
 
 @pytest.fixture(params=["horovodrun", "agents"])
 def either(request: pytest.FixtureRequest) -> Iterator[Launcher]:
-    """The server under horovodrun, and the server with agents."""
+    """The server of horovodrun, and the server of `hvdtrain launch` without hosts."""
     one = AgentDriver() if request.param == "agents" else Launcher(KEY, make_handler(Driver()))
     yield one
     one.server.stop()

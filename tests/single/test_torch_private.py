@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.models.attention_kernels import attend, attend_backward
+from hvdtrain.parallel.schedules import _Stage
+from hvdtrain.tasks.sync_batchnorm import SyncBatchNorm
 from tests.support.runs import REPOSITORY, environment
 
 _OPTIMIZE = """
@@ -152,6 +157,21 @@ def test_normalizations_derive_from_torchs_private_bases() -> None:
     assert all(issubclass(kind, _NormBase) for kind in batch | instance)
     assert not any(issubclass(kind, _BatchNorm) for kind in instance)
     assert not any(issubclass(kind, _NormBase) for kind in (nn.LayerNorm, nn.GroupNorm))
+
+
+@pytest.mark.smoke
+def test_batchnorm_calls_the_check_that_hvdtrain_overrides() -> None:
+    with patch.object(SyncBatchNorm, "_check_input_dim") as check:
+        SyncBatchNorm(nn.BatchNorm1d(3), "one").eval()(torch.ones(2, 3))
+    assert check.called, "torch calls another method, which raises unless it is overridden"
+
+
+@pytest.mark.smoke
+def test_pipeline_opens_connections_in_the_method_that_hvdtrain_overrides() -> None:
+    name = "_get_init_p2p_neighbors_ops"
+    assert name in vars(_Stage), "hvdtrain overrides another method"
+    assert callable(getattr(PipelineStage, name, None)), "torch has renamed it"
+    assert f".{name}()" in inspect.getsource(schedules), "torch no longer calls it"
 
 
 @pytest.mark.smoke

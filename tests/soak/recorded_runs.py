@@ -10,9 +10,8 @@ text; floats are written with all their digits, so equal text means equal bits.
 
 Bits depend on the CPU and on torch: record and compare on one machine. Every case gives bitwise
 identical results in each run of the same code, also on a busy machine: gradients are summed in
-    fixed buckets,
-each rank has one thread, and a rank is killed in a fixed micro-batch. `batch.deal speed` has no
-case, because it follows measured speeds.
+fixed buckets, each rank has one thread, and a rank is killed in a fixed micro-batch.
+`batch.deal speed` has no case, because it follows measured speeds.
 """
 
 from __future__ import annotations

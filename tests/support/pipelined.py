@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hvdtrain.data.assignment import Assignment
-from hvdtrain.data.buckets import Used
+from hvdtrain.data.buckets import BatchUsage
 from hvdtrain.engine.accumulate import Accumulate, Passes, StepTotals, Totals
 from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.config import MemoryConfig
@@ -192,7 +192,7 @@ def run(case: Case, passes: Passes) -> Seen:
         passes.buffers.keep()
         optimizer.zero_grad()
         control = ControlVector(
-            Flags(False, False, step), Used(count), Sizes(2, 0, passes.statistics.numel),
+            Flags(False, False, step), BatchUsage(count), Sizes(2, 0, passes.statistics.numel),
             _context(),
         )  # fmt: skip
         values = Totals(control.totals.values.parts[:, :, : len(passes.forward.names)])

@@ -1,12 +1,14 @@
 """When a checkpoint is saved: every N steps or seconds, at the end, and on a stop request.
 
-Ranks wait for a checkpoint only at the end of the run: there all ranks take turns until rank 0's
-writer has finished. If the writer is busy when the next checkpoint is due, that checkpoint is taken
-after the first step at which the writer is free, with the state of that step; with local SGD, after
-a synchronization.
+Ranks wait until a checkpoint is written only at the end of the run: there all ranks take turns
+until rank 0's writer has finished. During the run a step waits while its state is copied, and with
+checkpoint.keep_best rank 0 waits up to 10 s for the writer, if the step has the lowest validation
+loss. If the writer is busy when the next checkpoint is due, that checkpoint is taken after the
+first step at which the writer is free, with the state of that step; with local SGD, after a
+synchronization.
 
 Rank 0 decides. If ranks have their own state to save (local and sharded parts), they save it after
-the same step, into one directory.
+the same step, into one directory: after each step they vote on it with a small all-reduce.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ class SaveCheckpoints(Callback):
         self.error: Exception | None = None  # why the run's last state is not saved
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
-        if not loop.due(every=1):
+        if not loop.ranks_in_sync:
             return
         if loop.preempted or (loop.ending and self._config.enabled):
             with self._timer.inside("checkpoint"):
@@ -135,7 +137,7 @@ class SaveCheckpoints(Callback):
 
     def _look(self, writer: CheckpointWriter, step: int) -> None:
         best = self._config.keep_best and is_best(self._saving.state.progress.evaluations, step)
-        due = self._due(writer, step)
+        due = self._interval_elapsed(writer, step)
         begin = self._decides and (due or best) and not writer.holds(step)
         if begin and best:
             # No later step has this state.
@@ -180,7 +182,7 @@ class SaveCheckpoints(Callback):
         own = None if failure is None else f"rank {group.rank}: {failure}"
         writer.fail([theirs for theirs in gather_json(own, "checkpoint.failed") if theirs])
 
-    def _due(self, writer: CheckpointWriter, step: int) -> bool:
+    def _interval_elapsed(self, writer: CheckpointWriter, step: int) -> bool:
         every, seconds = self._config.every, self._config.every_seconds
         by_steps = every > 0 and step // every > writer.taken_step // every
         return by_steps or (seconds > 0 and time.monotonic() - writer.taken_at >= seconds)

@@ -164,7 +164,7 @@ class Export(Callback):
         self._failed_at = failed_at
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
-        if loop.due(every=1):
+        if loop.ranks_in_sync:
             self._exporter.states_agree(record["step"])
         nonfinite = "skipped" in record and "overflow" not in record
         new = self._exporter.step(record, loop.step_samples, nonfinite)

@@ -34,8 +34,8 @@ from hvdtrain.telemetry.sinks import BackgroundSink, build_sinks
 # Wait for the sinks at the end; the short one if another process waits for this one to end.
 _SINKS_TIMEOUT_S = 10.0
 _SHORT_SINKS_TIMEOUT_S = 2.0
-# A run may be shorter than the import of a sink's package. Together with the timeout above it is less
-# than the 30 s for which an elastic driver waits for the last ranks.
+# A run may be shorter than the import of a sink's package. Both timeouts together are less than the
+# 30 s for which an elastic driver waits for the last ranks.
 _SINK_IMPORTS_TIMEOUT_S = 15.0
 _CONFIRM_S = 5.0  # to confirm that this process still owns the run
 # Wait for a save in progress when a generation has ended; the save is lost if it takes longer.

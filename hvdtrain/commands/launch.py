@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hvdtrain.commands.agent import add_slots
 from hvdtrain.commands.arguments import at_least, seconds
 from hvdtrain.commands.discover import add_host_arguments
-from hvdtrain.elastic.command import script_command, training_command
+from hvdtrain.elastic.command import horovod_script, script_command, training_command
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="-- --key value",
         help="keys of the configuration; a command that starts training may precede them, as for "
         "horovodrun: python -m hvdtrain.train, or python SCRIPT. The script uses "
-        "hvdtrain.training; any other script is restarted and must resume from its own files",
+        "hvdtrain.training, or hvd.elastic with --controller gloo or without hosts; any other "
+        "script is restarted and must resume from its own files",
     )
     parser.usage = (
         f"{parser.prog} [--hosts LIST | --hostfile FILE | --slurm] [options] "
@@ -155,11 +156,12 @@ def _run_in_allocation(args: argparse.Namespace, command: _RankCommand) -> int:
         )
     task = this_task()
     try:
-        if not command.ours:
+        elastic = None if command.ours else horovod_script(command.train)
+        if not command.ours and elastic is None:
             raise UserError(
-                "the script does not mention hvdtrain.training (if other modules of it do, set "
-                "HVDTRAIN_ELASTIC=1), and agents start only ranks of hvdtrain: give hosts "
-                "(--hosts, --hostfile or --slurm)"
+                "the script mentions neither hvdtrain.training (if other modules of it do, set "
+                "HVDTRAIN_ELASTIC=1) nor hvd.elastic, and agents start only elastic ranks: give "
+                "hosts (--hosts, --hostfile or --slurm)"
             )
         plan = AllocationRun(
             min_np=args.min_np,
@@ -167,9 +169,10 @@ def _run_in_allocation(args: argparse.Namespace, command: _RankCommand) -> int:
             slots=args.slots,
             wait=args.wait,
             driver_timeout=_configuration(command.flags).elastic.driver_timeout,
-            train=command.train,
-            run=_run_directory(command),
+            train=elastic or command.train,
+            run=_launch_directory(command) if elastic else _run_directory(command),
             tls=args.tls,
+            horovod_script=elastic is not None,
         )
     except UserError:
         if task.number > 0:
@@ -247,8 +250,7 @@ def _configuration(flags: list[str]) -> Config:
 def _run_directory(command: _RankCommand) -> Path:
     """Return RUN/; for a script that does not train with hvdtrain, a directory of the launcher."""
     if not command.ours:
-        name = hashlib.sha256("\0".join(command.train).encode()).hexdigest()[:8]
-        directory = Path("runs").absolute() / f"launch-{name}"
+        directory = _launch_directory(command)
         print(
             "hvdtrain launch: the script does not mention hvdtrain.training (if other modules of "
             "it do, set HVDTRAIN_ELASTIC=1), so its steps are not known: after a failure it is "
@@ -271,6 +273,11 @@ def _run_directory(command: _RankCommand) -> Path:
             "expected, or a checkpoint of another run"
         )
     return directory
+
+
+def _launch_directory(command: _RankCommand) -> Path:
+    name = hashlib.sha256("\0".join(command.train).encode()).hexdigest()[:8]
+    return Path("runs").absolute() / f"launch-{name}"
 
 
 def _discovery(args: argparse.Namespace) -> list[str]:

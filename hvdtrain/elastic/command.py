@@ -16,6 +16,11 @@ _VALUED_LONG = ("--check-hash-based-pycs",)
 
 # A script that uses hvdtrain.training, in whatever way it is imported.
 _OWN_LOOP = re.compile(r"^\s*(import|from)\s+hvdtrain\b", re.MULTILINE), re.compile(r"\btraining\b")
+# A script that uses Horovod's elastic API: hvd.elastic, from horovod.torch.elastic import run, ...
+_HOROVOD_ELASTIC = (
+    re.compile(r"^\s*(import|from)\s+horovod\b", re.MULTILINE),
+    re.compile(r"\w\.elastic\b|\bimport\s+elastic\b"),
+)
 _SCRIPT_BYTES = 1 << 20
 
 
@@ -52,12 +57,20 @@ class ScriptCommand(NamedTuple):
     @property
     def own_loop(self) -> bool:
         """Whether the script's text uses hvdtrain.training."""
+        return self._mentions(_OWN_LOOP)
+
+    @property
+    def horovod_elastic(self) -> bool:
+        """Whether the script's text uses Horovod's elastic API and not hvdtrain.training."""
+        return self._mentions(_HOROVOD_ELASTIC) and not self.own_loop
+
+    def _mentions(self, patterns: Sequence[re.Pattern[str]]) -> bool:
         try:
             with open(self.script, encoding="utf-8", errors="replace") as file:
                 text = file.read(_SCRIPT_BYTES)
         except OSError:
             return False
-        return all(pattern.search(text) for pattern in _OWN_LOOP)
+        return all(pattern.search(text) for pattern in patterns)
 
 
 def script_command(command: Sequence[str]) -> ScriptCommand | None:
@@ -74,6 +87,30 @@ def script_command(command: Sequence[str]) -> ScriptCommand | None:
                 return ScriptCommand(i, words[at], words[at + 1 :])
             return None
     return None
+
+
+def runs_hvdtrain(command: Sequence[str]) -> bool:
+    """Whether a command starts ranks of hvdtrain, which request their ranks themselves.
+
+    A script that uses hvdtrain.training is recognized by its text; HVDTRAIN_ELASTIC=1 marks
+    other commands that start hvdtrain.
+    """
+    script = script_command(command)
+    known = starts_training(command) or (script is not None and script.own_loop)
+    return known or os.environ.get("HVDTRAIN_ELASTIC") == "1"
+
+
+def horovod_script(command: Sequence[str]) -> list[str] | None:
+    """Return the command of a rank for an unchanged script of Horovod's elastic API.
+
+    None: the command is not `python SCRIPT ...` with such a script, which is recognized by its
+    text, or it starts ranks of hvdtrain.
+    """
+    script = script_command(command)
+    if script is None or not script.horovod_elastic or runs_hvdtrain(command):
+        return None
+    at = len(command) - len(script.flags) - 1
+    return [*command[:at], "-m", "hvdtrain.elastic.horovod_script", *command[at:]]
 
 
 def training_command(command: Sequence[str]) -> TrainingCommand | None:

@@ -178,6 +178,9 @@ class JobState:
         min_np, max_np: the fewest and the most processes of a generation.
         timeout: seconds to wait for hosts while too few processes are left.
         reset_limit: failed generations that the job tolerates; None: any number.
+        horovod_script: the ranks run an unchanged script (horovod_script.py). They end one by one,
+            only exit code 0 is an agreed end, they write no checkpoint when asked to stop, and only
+            they have the state of the script.
         processes: all that were started; the index is a process's number.
         generations: number of generations formed; the current one has number generations - 1.
         newcomers: processes of the current generation that need the run's state from others.
@@ -193,6 +196,7 @@ class JobState:
         killed_since: since when all processes have been killed.
         begin_again_until: until when processes may be started although none is left: the starts
             may have been lost with another driver.
+        last_loss: exit code of the process that was lost last, and what happened to it.
         over: the result was reported.
         suspects: suspect hosts -> score, the highest first; see run_files/host_records.py.
         incidents: (host, cause, detail) to be recorded, until the driver takes them.
@@ -203,6 +207,7 @@ class JobState:
     timeout: float
     slots: Slots
     reset_limit: int | None = None
+    horovod_script: bool = False
     hosts: HostList = field(default_factory=HostList)
     processes: list[TrainingProcess] = field(default_factory=list)
     generations: int = 0
@@ -219,6 +224,7 @@ class JobState:
     killed_since: float | None = None
     begin_again_until: float = 0.0
     exit_code: int = 0
+    last_loss: tuple[int, str] = (EXIT_CRASH, "")
     over: bool = False
     suspects: dict[str, float] = field(default_factory=dict)
     incidents: list[tuple[str, str, str]] = field(default_factory=list)
@@ -234,6 +240,12 @@ class JobState:
     @property
     def ending(self) -> bool:
         return self.ending_since is not None or self.killed_since is not None
+
+    @property
+    def state_lost(self) -> bool:
+        """Whether a script's state has ended with the last process that had it."""
+        holders = (p.first_generation is not None for p in self.alive())
+        return self.horovod_script and self.generations > 0 and not any(holders)
 
     # Events. Those that the user should know of return a message, or "".
 
@@ -275,21 +287,24 @@ class JobState:
             return ""
         # A newcomer, or a process with an error of its own, ends without agreement of the ranks.
         alone = (was_starting and self.generations) or process.failure
-        if (code in _FINAL and not alone) or self.ending_since is not None:
+        final = (0,) if self.horovod_script else _FINAL
+        if (code in final and not alone) or self.ending_since is not None:
             self.ending_since = now if self.ending_since is None else self.ending_since
-            self.exit_code = self.exit_code or code
+            if not (was_starting and self.generations):  # such as one that ssh could not start
+                self.exit_code = self.exit_code or code
             return ""
         self.failed |= not was_starting
         self.rank_lost |= state == "running"
-        if not self.alive():
+        if not self.alive() or self.state_lost:
             self.exit_code = code
         if process.failed_step is not None:
             self.failures.count_error(process.failed_step, process.failure)
         why = describe(code) + (f": {process.failure}" if process.failure else "")
+        self.last_loss = code, f"{process} ended ({why})"
         expected = self.stop_requested or self.begin_again_until
         if not expected and (cause := cause_of_end(code, process.failure)):
             self.incidents.append((process.host, cause, why))
-        return f"{process} ended ({why}); its slot is used again in {pause:.0f} s"
+        return f"{self.last_loss[1]}; its slot is used again in {pause:.0f} s"
 
     def given_up(self, process: TrainingProcess, why: str, now: float, must_end: bool) -> str:
         """No rank waits for a process any more, although it may still exist.
@@ -368,7 +383,8 @@ class JobState:
                 self.rank_lost = False
             case CountFailedStep(step, reason):
                 self.counted_generations = self.generations
-                self.failures.count_generation(step, reason)
+                what = "the next commit" if self.horovod_script else ""
+                self.failures.count_generation(step, reason, what)
             case CountFailedTransfer(newcomers):
                 self.counted_generations = self.generations
                 for number in newcomers:
@@ -424,7 +440,13 @@ def decide(job: JobState, now: float) -> list[Action]:
     if job.ending:
         return _end_job(job, now)
     if job.failures.reason:
-        return [_fail(job.failures.reason)]
+        code = job.last_loss[0] if job.horovod_script else EXIT_CRASH
+        return [_fail(job.failures.reason, code)]
+    if job.horovod_script and job.stop_requested:
+        return [EndJob(EXIT_PREEMPTED, message="asked to stop: the ranks are ended")]
+    if job.state_lost and job.alive():
+        why = "error: no process that has the state of the script is left"
+        return [EndJob(job.exit_code or EXIT_CRASH, message=why)]
     if replacements := _start_replacements(job, now):
         return replacements
     if not job.alive() and now < job.begin_again_until:
@@ -641,14 +663,16 @@ def _classify_failure(job: JobState, waiting: Sequence[TrainingProcess]) -> Acti
     if phases == {RENDEZVOUS}:  # the ranks themselves limit failed rendezvous
         return None
     most_advanced = max(reports, key=lambda report: report.step)
+    if job.horovod_script and job.failed:
+        return CountFailedStep(most_advanced.step, job.last_loss[1])
     return CountFailedStep(most_advanced.step, most_advanced.message)
 
 
 # The end of the job.
 
 
-def _fail(reason: str) -> Action:
-    return EndJob(EXIT_CRASH, message=f"error: {reason}")
+def _fail(reason: str, code: int = EXIT_CRASH) -> Action:
+    return EndJob(code, message=f"error: {reason}")
 
 
 def _end_job(job: JobState, now: float) -> list[Action]:
@@ -659,5 +683,7 @@ def _end_job(job: JobState, now: float) -> list[Action]:
         late = now - job.killed_since > _END_SECONDS
         return [ReportResult(job.exit_code or EXIT_CRASH)] if late else []
     assert job.ending_since is not None
+    if job.horovod_script and job.alive("running"):
+        return []  # for example, rank 0 still evaluates or saves the model
     limit = _END_SECONDS if job.generations else _END_OF_START_SECONDS
     return [EndJob(0)] if now - job.ending_since > limit else []

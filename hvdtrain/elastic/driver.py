@@ -117,6 +117,7 @@ class ElasticDriver:
         reset_limit: failed generations that the job tolerates; None: any number.
         cooldown_range: (first, longest) pause in seconds before a slot is used again.
         verbose: 1 = print the longest heartbeat delay at the end.
+        horovod_script: see JobState.
 
     Attributes:
         may_act: whether this driver may decide now: whether its lease, if it has one, is valid.
@@ -138,6 +139,7 @@ class ElasticDriver:
         reset_limit: int | None = None,
         cooldown_range: Sequence[int] | None = None,
         verbose: int = 0,
+        horovod_script: bool = False,
     ) -> None:
         self._rendezvous = rendezvous
         self._discovery = discovery
@@ -148,6 +150,7 @@ class ElasticDriver:
             timeout=timeout or int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", _DEFAULT_TIMEOUT)),
             slots=Slots(cooldown_range),
             reset_limit=reset_limit,
+            horovod_script=horovod_script,
         )
         lock = threading.RLock()  # of the state
         self._changed = threading.Condition(lock)
@@ -227,6 +230,7 @@ class ElasticDriver:
             old = self._state
             limits = (old.min_np, old.max_np, old.timeout, old.reset_limit)
             self._state = job_record.rebuild(found, time.monotonic(), *limits)
+            self._state.horovod_script = old.horovod_script
             self._listen()
             ranks = job_record.ranks(self._state)
             if ranks:

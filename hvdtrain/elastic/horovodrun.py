@@ -25,7 +25,7 @@ from hvdtrain.agent.hub import Hub
 from hvdtrain.agent.invitation import Invitation
 from hvdtrain.agent.output import RankOutput
 from hvdtrain.agent.started import StartedAgents, ssh_command
-from hvdtrain.elastic.command import script_command, starts_training
+from hvdtrain.elastic.command import horovod_script, runs_hvdtrain
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.rendezvous import environment_of
 from hvdtrain.errors import EXIT_CRASH
@@ -38,14 +38,12 @@ _END_SECONDS = 5.0  # for the agents, at the end of the job
 
 
 def serves(command: Sequence[str]) -> bool:
-    """Whether a command is hvdtrain's: only hvdtrain's processes request their ranks.
+    """Whether a command is hvdtrain's: its processes request their ranks from this driver.
 
-    A script that uses hvdtrain.training is recognized by its text; HVDTRAIN_ELASTIC=1 marks
-    other commands that start hvdtrain.
+    Processes of hvdtrain do so themselves, and unchanged scripts of Horovod's elastic API through
+    horovod_script.py.
     """
-    script = script_command(command)
-    known = starts_training(command) or (script is not None and script.own_loop)
-    return known or os.environ.get("HVDTRAIN_ELASTIC") == "1"
+    return runs_hvdtrain(command) or horovod_script(command) is not None
 
 
 def run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
@@ -56,6 +54,8 @@ def run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
         env: the environment of the ranks.
         command: argv of a rank.
     """
+    script = horovod_script(command)
+    command = script or command
     key = secrets.token_bytes(32)
     rendezvous = RendezvousServer(settings.verbose, protocol.rendezvous_secret(key))
     driver = ElasticDriver(
@@ -67,6 +67,7 @@ def run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
         reset_limit=settings.reset_limit,
         cooldown_range=settings.cooldown_range,
         verbose=settings.verbose,
+        horovod_script=script is not None,
     )
     port = rendezvous.start(driver.create_rendezvous_handler())
     driver.wait_for_available_slots(settings.num_proc)

@@ -150,9 +150,13 @@ class StepFailures:
                 f"step {step} failed in {times} processes with an error of their own: {message}"
             )
 
-    def count_generation(self, step: int, message: str) -> None:
-        """Count a failed generation whose most advanced rank had done `step` steps."""
+    def count_generation(self, step: int, message: str, what: str = "") -> None:
+        """Count a failed generation whose most advanced rank had done `step` steps.
+
+        Args:
+            what: name of the step that failed; default: its number.
+        """
         self._times = self._times + 1 if step == self._step else 1
         self._step = step
         if self._times >= _FAILURES_OF_A_STEP:
-            self.reason = f"step {step + 1} failed {self._times} times: {message}"
+            self.reason = f"{what or f'step {step + 1}'} failed {self._times} times: {message}"

@@ -83,6 +83,7 @@ class AllocationRun:
         train: argv of a rank
         run: run directory, absolute
         tls: encrypt the connections of agents
+        horovod_script: `train` runs an unchanged script of Horovod's elastic API
     """
 
     min_np: int
@@ -93,6 +94,7 @@ class AllocationRun:
     train: Sequence[str]
     run: Path
     tls: bool = False
+    horovod_script: bool = False
 
 
 class HostTask(NamedTuple):
@@ -327,7 +329,12 @@ class AllocationDriver:
         os.environ[LAUNCH_VARIABLE] = str(plan.run)  # the driver records what it shows about hosts
         rendezvous = RequestServer(protocol.rendezvous_secret(content.key))
         driver = ElasticDriver(
-            rendezvous, hub, plan.min_np, plan.max_np, timeout=max(1, round(plan.wait))
+            rendezvous,
+            hub,
+            plan.min_np,
+            plan.max_np,
+            timeout=max(1, round(plan.wait)),
+            horovod_script=plan.horovod_script,
         )
         ready = threading.Event()
         driver.may_act = lambda: ready.is_set() and self._may_act(hub, driver)

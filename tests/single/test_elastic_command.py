@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
+from hvdtrain.elastic.command import horovod_script
 from hvdtrain.elastic.horovodrun import serves
 
 OURS = """\
@@ -52,3 +54,44 @@ def test_foreign_command_is_left_to_horovods_driver(command: str) -> None:
 def test_script_can_request_hvdtrains_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDTRAIN_ELASTIC", "1")
     assert serves(["sh", "script.sh"])
+
+
+ELASTIC = [
+    "import horovod.torch as hvd\n@hvd.elastic.run\ndef train(state): ...",
+    "import horovod.torch as h\nstate = h.elastic.TorchState()",
+    "from horovod.torch.elastic import TorchState, run",
+    "from horovod.torch import elastic",
+    "if True:\n    import horovod.torch.elastic",
+]
+NOT_ELASTIC = [
+    "import horovod.torch as hvd\nhvd.init()",
+    "import torch\nelastic.run()",
+    "import horovod.torch as hvd\nelastic = True",
+    "import horovod\nimport hvdtrain\nhvdtrain.training  # in place of hvd.elastic",
+]
+
+
+@pytest.mark.parametrize("text", ELASTIC)
+def test_script_of_horovods_elastic_api_is_recognized(text: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    command = ["env", "A=1", "python", "-u", "-W", "ignore", str(script), "--lr", "0.1"]
+    assert serves(command)
+    module = ["-m", "hvdtrain.elastic.horovod_script"]
+    assert horovod_script(command) == [*command[:6], *module, *command[6:]]
+
+
+@pytest.mark.parametrize("text", NOT_ELASTIC)
+def test_other_script_is_not_one_of_horovods_elastic_api(text: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    assert horovod_script(["python", str(script)]) is None
+
+
+def test_script_that_starts_hvdtrain_is_no_unchanged_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ELASTIC[0])
+    monkeypatch.setenv("HVDTRAIN_ELASTIC", "1")
+    assert horovod_script(["python", str(script)]) is None

@@ -558,6 +558,16 @@ def test_first_exit_code_of_an_agreed_end_is_reported() -> None:
     assert job.result == 3
 
 
+def test_process_that_fails_to_start_does_not_fail_a_job_that_ends() -> None:
+    job = _start({"a": 1})
+    _find(job, a=1, b=1)
+    job.consider(0.0)
+    job.exit(0, 0)
+    job.exit(1, 255)
+    job.consider(0.0)
+    assert job.state.over and job.result == 0
+
+
 def test_time_limits_of_the_end_count_from_its_start() -> None:
     job = _start({"a": 3})
     job.exit(0, 0)
@@ -605,6 +615,84 @@ def test_newcomer_with_a_final_exit_code_does_not_end_the_job() -> None:
     job.exit(1, 2)
     job.consider(31.0)
     assert not job.over and not job.state.ending
+
+
+# --- unchanged scripts of Horovod's elastic API -----------------------------------
+
+
+def _start_script(hosts: dict[str, int]) -> DecidedJob:
+    job = _start(hosts)
+    job.state.horovod_script = True
+    return job
+
+
+def test_rank_of_a_script_may_work_after_the_others_have_ended() -> None:
+    job = _start_script({"a": 2})
+    job.exit(1, 0)
+    job.consider(3600.0)
+    assert not job.over
+    job.exit(0, 0)
+    job.consider(0.0)
+    assert job.state.over and job.result == 0
+
+
+def test_process_that_starts_at_the_end_of_a_script_is_killed() -> None:
+    job = _start_script({"a": 2})
+    _find(job, a=3)
+    job.consider(0.0)
+    for number in (0, 1):
+        job.exit(number, 0)
+    job.consider(30.1)
+    assert job.state.killed_since is not None
+    job.exit(2, 137)
+    job.consider(0.0)
+    assert job.result == 0
+
+
+@pytest.mark.parametrize("code", [2, 3, 75])
+def test_rank_of_a_script_ends_the_job_only_with_exit_code_0(code: int) -> None:
+    job = _start_script({"a": 2})
+    job.exit(1, code)
+    assert not job.state.ending and job.state.rank_lost
+
+
+@pytest.mark.parametrize("code", [7, 137])
+def test_script_ends_when_no_process_has_its_state(code: int) -> None:
+    job = _start_script({"a": 2})
+    _find(job, a=3)
+    job.consider(0.0)
+    assert len(job.state.processes) == 3  # the third one has not requested its ranks
+    for number in (0, 1):
+        job.exit(number, code)
+    job.consider(0.0)
+    assert job.over and "no process that has the state" in job.messages[-1]
+    job.exit(2, 143)
+    job.consider(0.0)
+    assert job.result == code
+
+
+def test_script_that_fails_before_each_commit_ends_with_its_exit_code() -> None:
+    job = _start_script({"a": 2})
+    failed = replace(TRAINED, failed=TRAINING)
+    for times in range(1, 6):
+        assert not job.over
+        newest = len(job.state.processes) - 1
+        job.exit(newest, 7)
+        _join(job, 0, status=failed, seconds=1.0)
+        job.consider(60.0)
+        if times < 5:
+            _join(job, 0, newest + 1)
+            _join(job, newest + 1, status=NEW)
+    assert job.state.exit_code == 7
+    why = f"the next commit failed 5 times: process {newest} on a ended (exit code 7)"
+    assert why in job.messages[-1]
+
+
+def test_script_that_is_asked_to_stop_is_ended() -> None:
+    job = _start_script({"a": 2})
+    job.state.stop_requested = True
+    job.consider(0.0)
+    assert job.state.killed_since is not None and job.state.exit_code == 75
 
 
 # --- hosts that fail -------------------------------------------------------------

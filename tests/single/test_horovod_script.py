@@ -1,0 +1,138 @@
+"""Unchanged scripts of Horovod's elastic API in a rank of hvdtrain's elastic driver."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from horovod.common import elastic
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+from hvdtrain.elastic.horovod_script import ScriptProgress, States, order_gpus
+from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity
+
+IDENTITY = Identity("", "digest", 0, None)
+
+
+class Rank:
+    """Horovod's loop around a training function, in a world of one rank.
+
+    Attributes:
+        generation: number of the current generation.
+        statuses: (trained, commits, failed phase) at each reset.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.progress = ScriptProgress()
+        self.states = States(self.progress)
+        monkeypatch.setattr(elastic, "notification_manager", self.states)
+        self.generation = 0
+        self.statuses: list[tuple[bool, int, str | None]] = []
+        self.state: Any = elastic.ObjectState(lambda value: value, lambda: 0, batch=0)
+        self.progress.begin()
+
+    def reset(self) -> None:
+        status = self.progress.status(IDENTITY)
+        self.statuses.append((status.trained, status.step, status.failed))
+        self.generation += 1
+        self.progress.begin()
+
+    def run(self, train: Any) -> None:
+        elastic.run_fn(train, self.reset)(self.state)
+
+
+def test_state_shows_commits_and_the_phase_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+
+    def train(state: Any) -> None:
+        state.batch += 1
+        if rank.generation == 0:
+            state.commit()
+        if rank.generation < 2:
+            state.batch += 1
+            raise HorovodInternalError("a rank died")
+
+    rank.run(train)
+    assert rank.statuses == [(True, 1, TRAINING), (True, 1, TRAINING)]
+    assert rank.state.batch == 2 and rank.progress.failed is None
+
+
+def test_failure_before_the_state_is_synchronized_is_one_of_its_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(monkeypatch)
+    sync, failures = rank.state.sync, [HorovodInternalError("a rank died")]
+    monkeypatch.setattr(rank.state, "_bcast_object", lambda value: value)
+
+    def fail_once() -> None:
+        if failures:
+            raise failures.pop()
+        sync()
+
+    monkeypatch.setattr(type(rank.state), "sync", lambda _: fail_once())
+    rank.run(lambda _: None)
+    assert rank.statuses == [(False, 0, STATE_TRANSFER)]
+    assert rank.progress.trained
+
+
+def test_change_of_hosts_interrupts_the_next_commit_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    interrupted: list[int] = []
+
+    def train(state: Any) -> None:
+        state.batch += 1
+        try:
+            state.commit()
+            rank.states.hosts_changed(rank.generation)
+            rank.states.hosts_changed(rank.generation)
+            state.commit()
+        except HostsUpdatedInterrupt as interrupt:
+            assert not interrupt.skip_sync, "a new process has no state yet"
+            interrupted.append(state.batch)
+            if rank.generation < 2:
+                raise
+
+    rank.run(train)
+    assert interrupted == [1, 2, 3]
+    assert [failed for *_, failed in rank.statuses] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("listed", "slot", "local_rank", "gpu"),
+    [
+        ("0,1,2", 0, 2, "0"),
+        ("GPU-a,GPU-b", 1, 0, "GPU-b"),
+        ("4,5", 1, 1, "5"),
+        ("4", 1, 0, "4"),  # more ranks than GPUs
+    ],
+)
+def test_local_rank_of_a_new_process_selects_the_gpu_of_its_slot(
+    listed: str, slot: int, local_rank: int, gpu: str
+) -> None:
+    env = {"CUDA_VISIBLE_DEVICES": listed}
+    order_gpus(slot, local_rank, env)
+    devices = env["CUDA_VISIBLE_DEVICES"].split(",")
+    assert devices[local_rank] == gpu and sorted(devices) == sorted(listed.split(","))
+
+
+def test_script_runs_as_under_python(tmp_path: Path) -> None:
+    (tmp_path / "neighbor.py").write_text("NAME = 'a module next to the script'")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pickle, sys\n"
+        "from neighbor import NAME\n"
+        "class Local: pass\n"
+        "pickle.loads(pickle.dumps(Local()))\n"
+        "assert __name__ == '__main__' and __file__ == sys.argv[0]\n"
+        "print(NAME, sys.argv[1:])\n"
+        "sys.exit(5)\n"
+    )
+    env = {name: value for name, value in os.environ.items() if "HOROVOD" not in name}
+    argv = [sys.executable, "-m", "hvdtrain.elastic.horovod_script", str(script), "--lr", "1"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stderr) == (5, "")
+    assert done.stdout == "a module next to the script ['--lr', '1']\n"

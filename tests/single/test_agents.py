@@ -267,7 +267,7 @@ def test_late_agent_of_an_ended_launch_exits_with_the_code_of_the_job(tmp_path: 
 
 
 def test_agent_imports_neither_torch_nor_horovod() -> None:
-    modules = "hvdtrain.cli, hvdtrain.commands.agent, hvdtrain.agent.agent"
+    modules = "hvdtrain.cli, hvdtrain.commands.agent, hvdtrain.agent.agent, hvdtrain.agent.host"
     heavy = ("torch", "horovod", "yaml", "numpy", "jsonargparse")
     show = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True)

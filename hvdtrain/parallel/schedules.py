@@ -128,8 +128,8 @@ class _Stage(PipelineStage):
         self._computing = computing
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # Private: messages that open NCCL's connections. Gloo's are open, and torch 2.9 sends 8
-        # bytes to a receiver of 4, which ends the process.
+        # Private, up to torch 2.14: messages that open NCCL's connections. Gloo's are open, and
+        # torch 2.9 sends 8 bytes to a receiver of 4, which ends the process.
         return super()._get_init_p2p_neighbors_ops() if self.device.type == "cuda" else []
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-import pytest
 from horovod.runner.elastic.discovery import HostDiscoveryScript
 
 from hvdtrain.elastic.processes import find_hosts
 
 
-@pytest.mark.smoke
 def test_discovery_script_is_run_without_horovod() -> None:
     discovery = HostDiscoveryScript("echo node1; echo node2:3", 4)
     with patch.object(discovery, "find_available_hosts_and_slots") as slow:

@@ -170,8 +170,11 @@ def test_batchnorm_calls_the_check_that_hvdtrain_overrides() -> None:
 def test_pipeline_opens_connections_in_the_method_that_hvdtrain_overrides() -> None:
     name = "_get_init_p2p_neighbors_ops"
     assert name in vars(_Stage), "hvdtrain overrides another method"
-    assert callable(getattr(PipelineStage, name, None)), "torch has renamed it"
-    assert f".{name}()" in inspect.getsource(schedules), "torch no longer calls it"
+    source = inspect.getsource(schedules)
+    if hasattr(PipelineStage, name):
+        assert f".{name}()" in source, "torch no longer calls it"
+    else:  # from torch 2.15
+        assert "_init_p2p" not in source, "torch has renamed it"
 
 
 @pytest.mark.smoke

@@ -15,7 +15,9 @@ of a process:
     lost:    given up: no rank waits for it, and its slot is not used while the process exists
 
 A spare is "waiting", until the processes suffice for another replica of the model (processes.py).
-A spare that has taken part before rejoins as a newcomer.
+A spare that has taken part before rejoins as a newcomer. So does a process of an unchanged script
+(horovod_script.py) that has not received the state which others had: only the script's processes
+have its state, so it is lost when only newcomers are left.
 """
 
 from __future__ import annotations
@@ -244,7 +246,7 @@ class JobState:
     @property
     def state_lost(self) -> bool:
         """Whether a script's state has ended with the last process that had it."""
-        holders = (p.first_generation is not None for p in self.alive())
+        holders = (p.first_generation is not None for p in self.alive("waiting", "running"))
         return self.horovod_script and self.generations > 0 and not any(holders)
 
     # Events. Those that the user should know of return a message, or "".
@@ -270,6 +272,8 @@ class JobState:
         """A process requests its ranks in the next generation."""
         if process.state in ("starting", "running"):
             process.status, process.spare = status, False
+            if self.horovod_script and not status.trained and process.number in self.newcomers:
+                process.first_generation = None
             process.become("waiting", now)
 
     def exited(self, process: TrainingProcess, code: int, now: float) -> str:
@@ -295,7 +299,7 @@ class JobState:
             return ""
         self.failed |= not was_starting
         self.rank_lost |= state == "running"
-        if not self.alive() or self.state_lost:
+        if not self.alive():
             self.exit_code = code
         if process.failed_step is not None:
             self.failures.count_error(process.failed_step, process.failure)
@@ -445,8 +449,7 @@ def decide(job: JobState, now: float) -> list[Action]:
     if job.horovod_script and job.stop_requested:
         return [EndJob(EXIT_PREEMPTED, message="asked to stop: the ranks are ended")]
     if job.state_lost and job.alive():
-        why = "error: no process that has the state of the script is left"
-        return [EndJob(job.exit_code or EXIT_CRASH, message=why)]
+        return [_fail("no process that has the state of the script is left", job.last_loss[0])]
     if replacements := _start_replacements(job, now):
         return replacements
     if not job.alive() and now < job.begin_again_until:
@@ -609,7 +612,7 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
         return []  # a first start, or all ranks died: waiting for all delays no training
     if job.counted_generations < job.generations and (failure := _classify_failure(job, waiting)):
         return [failure]
-    staying = [p for p in waiting if not p.leaving]
+    staying = _staying(job, waiting)
     members = in_order(choose(staying, job.max_np))
     needed = max(job.min_np, replica_size(staying))
     if len(members) < needed:
@@ -619,7 +622,8 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
     failures = job.failed_generations + job.failed
     if job.reset_limit is not None and failures > job.reset_limit:
         return [_fail(f"ranks failed more than {job.reset_limit} times (--reset-limit)")]
-    actions: list[Action] = [RemoveProcess(p.number) for p in waiting if p.leaving]
+    leaving = (p for p in waiting if p.leaving and p not in staying)
+    actions: list[Action] = [RemoveProcess(p.number) for p in leaving]
     if spares := [p for p in staying if p not in members]:
         names = ", ".join(map(str, spares))
         message = f"spare until {replica_size(spares)} can form a replica of the model: {names}"
@@ -632,6 +636,18 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
     numbers = tuple(p.number for p in members)
     plan = tuple(assign(members))
     return [*actions, FormGeneration(job.generations, numbers, plan, message=message)]
+
+
+def _staying(job: JobState, waiting: Sequence[TrainingProcess]) -> list[TrainingProcess]:
+    """Return the processes that do not leave.
+
+    If all of them are newcomers to a script, a leaving process takes part once more, because they
+    can receive the script's state only from it.
+    """
+    staying = [p for p in waiting if not p.leaving]
+    if job.horovod_script and job.generations and staying and all(map(_is_new, staying)):
+        return [*in_order(_survivors(job))[:1], *staying]
+    return staying
 
 
 def _wait_for_more(job: JobState, count: int, needed: int, now: float) -> list[Action]:

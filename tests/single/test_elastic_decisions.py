@@ -671,6 +671,79 @@ def test_script_ends_when_no_process_has_its_state(code: int) -> None:
     assert job.result == code
 
 
+def _admit(job: DecidedJob, *holders: int, **hosts: int) -> None:
+    """New processes on these hosts, after those that there are, begin a generation with holders."""
+    first = len(job.state.processes)
+    _find(job, **hosts)
+    job.consider(10.0)
+    for number in range(first, len(job.state.processes)):
+        job.join(number, NEW)
+    _join(job, *holders)
+    for number in range(first, len(job.state.processes)):
+        job.join(number, NEW)
+
+
+def test_script_ends_when_its_state_dies_before_newcomers_have_it() -> None:
+    job = _start_script({"a": 1})
+    _admit(job, 0, a=2)
+    assert job.ranks == {0: 0, 1: 1}
+    job.exit(0, 137)
+    job.consider(0.0)
+    assert not job.over, "process 1 may have received the state"
+    _join(job, 1, status=replace(NEW, failed=STATE_TRANSFER))
+    assert job.over and job.state.exit_code == 137
+    assert "no process that has the state" in job.messages[-1]
+
+
+def test_newcomer_that_has_received_the_state_continues_the_script() -> None:
+    job = _start_script({"a": 1})
+    _admit(job, 0, a=2)
+    job.exit(0, 137)
+    _join(job, 1, status=replace(TRAINED, failed=TRAINING))
+    assert job.ranks == {1: 0} and not job.over
+
+
+def test_first_generation_of_a_script_may_fail_before_it_has_a_state() -> None:
+    job = _start_script({"a": 2})
+    job.exit(0, 137)
+    _join(job, 1, status=replace(NEW, failed=STATE_TRANSFER))
+    assert job.ranks == {1: 0} and not job.over
+
+
+def test_leaving_rank_of_a_script_passes_its_state_to_newcomers_first() -> None:
+    job = _start_script({"a": 2})
+    _find(job, b=1)
+    job.consider(0.0)
+    job.join(2, NEW)
+    assert _join(job, 0, 1) == {0: {"rank": 0, "size": 2}, 1: {"rank": -1}}
+    job.join(2, NEW)
+    assert job.ranks == {0: 0, 2: 1} and job.news(0)["hosts"]
+    assert _join(job, 0, 2) == {0: {"rank": -1}, 2: {"rank": 0, "size": 1}}
+
+
+def test_removed_rank_of_a_script_no_longer_keeps_its_state() -> None:
+    job = _start_script({"a": 1})
+    _admit(job, 0, a=1, b=1)
+    _find(job, b=1)
+    _join(job, 0, 1)
+    assert job.ranks == {1: 0}
+    _find(job, b=1, c=1)
+    job.consider(10.0)
+    job.join(2, NEW)
+    job.exit(1, 137)
+    job.consider(0.0)
+    assert job.over and job.state.alive("removed")
+
+
+def test_rank_0_of_a_script_has_its_state() -> None:
+    job = _start_script({"a": 1})
+    _admit(job, 0, a=2, b=1)
+    job.exit(0, 137)
+    _join(job, 1, status=replace(NEW, failed=STATE_TRANSFER))
+    _join(job, 2, status=replace(TRAINED, failed=TRAINING))
+    assert job.ranks == {2: 0, 1: 1}
+
+
 def test_script_that_fails_before_each_commit_ends_with_its_exit_code() -> None:
     job = _start_script({"a": 2})
     failed = replace(TRAINED, failed=TRAINING)

@@ -71,6 +71,7 @@ class ScriptProgress:
 
         def synchronized() -> None:
             sync()
+            save()  # Horovod would restore a model as it was before it was synchronized
             self.trained, self.phase = True, TRAINING
 
         def saved() -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from horovod.common import elastic
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.torch.elastic.state import TorchState
 
 from hvdtrain.elastic.horovod_script import ScriptProgress, States, order_gpus
 from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity
@@ -77,6 +79,33 @@ def test_failure_before_the_state_is_synchronized_is_one_of_its_transfer(
     rank.run(lambda _: None)
     assert rank.statuses == [(False, 0, STATE_TRANSFER)]
     assert rank.progress.trained
+
+
+def test_failure_before_the_first_commit_restores_the_synchronized_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(monkeypatch)
+    model = torch.nn.Linear(1, 1)
+    rank.state = TorchState(model, batch=0)
+
+    def receive(weights: dict[str, torch.Tensor], root_rank: int) -> None:
+        for tensor in weights.values():
+            tensor.fill_(5.0 + rank.generation)
+
+    monkeypatch.setattr("horovod.torch.elastic.state.broadcast_parameters", receive)
+    monkeypatch.setattr(rank.state, "_bcast_object", lambda value: value)
+    monkeypatch.setattr(rank.state, "_rank", lambda: 0)
+    restored: list[float] = []
+    monkeypatch.setattr(rank.state, "on_reset", lambda: restored.append(model.bias.item()))
+
+    def train(state: Any) -> None:
+        model.bias.data.fill_(9.0)
+        if rank.generation == 0:
+            raise HorovodInternalError("a rank died")
+
+    rank.run(train)
+    assert restored == [5.0]
+    assert [commits for _, commits, _ in rank.statuses] == [0]
 
 
 def test_change_of_hosts_interrupts_the_next_commit_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,6 +324,7 @@ class JobState:
             self.rank_lost = self.failed = True
         if not process.leaving and not self.stop_requested:
             self.incidents.append((process.host, SILENT if must_end else STUCK, why))
+        self.last_loss = EXIT_CRASH, f"{process} was given up" + (f" ({why})" if why else "")
         process.become("lost", now)
         process.must_end = must_end
         return _given_up(process, why)
@@ -688,7 +689,8 @@ def _classify_failure(job: JobState, waiting: Sequence[TrainingProcess]) -> Acti
 
 
 def _fail(reason: str, code: int = EXIT_CRASH) -> Action:
-    return EndJob(code, message=f"error: {reason}")
+    """Fail the job; `code`: of the last lost process, which may have ended with 0."""
+    return EndJob(code or EXIT_CRASH, message=f"error: {reason}")
 
 
 def _end_job(job: JobState, now: float) -> list[Action]:

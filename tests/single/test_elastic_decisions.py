@@ -761,6 +761,25 @@ def test_script_that_fails_before_each_commit_ends_with_its_exit_code() -> None:
     assert why in job.messages[-1]
 
 
+def test_newcomer_that_exits_with_0_does_not_determine_the_exit_code() -> None:
+    job = _start_script({"a": 2})
+    _find(job, a=3)
+    job.consider(0.0)
+    job.exit(2, 0)
+    job.state.failures.reason = "the next commit failed 5 times: a reason"
+    job.consider(0.0)
+    assert job.over and job.state.exit_code == 1
+
+
+def test_last_loss_of_a_script_may_be_a_silent_process() -> None:
+    job = _start_script({"a": 3})
+    job.exit(2, 7)
+    job.fall_silent(1)
+    failed = replace(TRAINED, failed=TRAINING)
+    _join(job, 0, status=failed)
+    assert job.state.last_loss == (1, "process 1 on a was given up (fell silent)")
+
+
 def test_script_that_is_asked_to_stop_is_ended() -> None:
     job = _start_script({"a": 2})
     job.state.stop_requested = True

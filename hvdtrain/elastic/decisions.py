@@ -300,7 +300,9 @@ class JobState:
         self.failed |= not was_starting
         self.rank_lost |= state == "running"
         if not self.alive():
-            self.exit_code = code
+            # Whoever asks a script to stop may also signal its ranks.
+            stopped = self.horovod_script and self.stop_requested
+            self.exit_code = EXIT_PREEMPTED if stopped else code
         if process.failed_step is not None:
             self.failures.count_error(process.failed_step, process.failure)
         why = describe(code) + (f": {process.failure}" if process.failure else "")
@@ -448,7 +450,7 @@ def decide(job: JobState, now: float) -> list[Action]:
         code = job.last_loss[0] if job.horovod_script else EXIT_CRASH
         return [_fail(job.failures.reason, code)]
     if job.horovod_script and job.stop_requested:
-        return [EndJob(EXIT_PREEMPTED, message="asked to stop: the ranks are ended")]
+        return [_stop()]
     if job.state_lost and job.alive():
         return [_fail("no process that has the state of the script is left", job.last_loss[0])]
     if replacements := _start_replacements(job, now):
@@ -693,6 +695,10 @@ def _fail(reason: str, code: int = EXIT_CRASH) -> Action:
     return EndJob(code or EXIT_CRASH, message=f"error: {reason}")
 
 
+def _stop() -> Action:
+    return EndJob(EXIT_PREEMPTED, message="asked to stop: the ranks are ended")
+
+
 def _end_job(job: JobState, now: float) -> list[Action]:
     """Wait until all processes have ended, by agreement or because they were killed."""
     if not job.alive():
@@ -702,6 +708,7 @@ def _end_job(job: JobState, now: float) -> list[Action]:
         return [ReportResult(job.exit_code or EXIT_CRASH)] if late else []
     assert job.ending_since is not None
     if job.horovod_script and job.alive("running"):
-        return []  # for example, rank 0 still evaluates or saves the model
+        # For example, rank 0 still evaluates or saves the model.
+        return [_stop()] if job.stop_requested else []
     limit = _END_SECONDS if job.generations else _END_OF_START_SECONDS
     return [EndJob(0)] if now - job.ending_since > limit else []

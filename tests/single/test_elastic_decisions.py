@@ -787,6 +787,28 @@ def test_script_that_is_asked_to_stop_is_ended() -> None:
     assert job.state.killed_since is not None and job.state.exit_code == 75
 
 
+def test_script_that_is_asked_to_stop_ends_although_a_rank_has_finished() -> None:
+    job = _start_script({"a": 2})
+    job.exit(1, 0)
+    job.consider(100.0)
+    assert not job.over
+    job.state.stop_requested = True
+    job.consider(0.0)
+    job.exit(0, 143)
+    job.consider(0.0)
+    assert job.result == 75
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_signal_to_all_processes_of_a_script_is_a_request_to_stop(ranks: int) -> None:
+    job = _start_script({"a": ranks})
+    job.state.stop_requested = True
+    for number in range(ranks):
+        job.exit(number, 143)
+    job.consider(0.0)
+    assert job.result == 75
+
+
 # --- hosts that fail -------------------------------------------------------------
 
 

@@ -279,19 +279,21 @@ class JobState:
     def exited(self, process: TrainingProcess, code: int, now: float) -> str:
         """Record that a process has ended: it was excluded, the ranks agreed, or it is a loss.
 
-        If a leaving rank dies, the others are notified, but no failure is counted.
+        If a leaving rank dies, the others are notified, but no failure is counted. A leaving rank of
+        a script may finish before it can leave.
         """
         state, was_starting = process.state, process.state == "starting"
         pause = 0.0 if state == "removed" else self.slots.failed(process, now)
         process.become("gone", now)
         if state in ("removed", "lost") or self.killed_since is not None:
             return ""
-        if process.leaving:
-            self.rank_lost |= state == "running" and code not in _FINAL and not self.ending
+        final = (0,) if self.horovod_script else _FINAL
+        finished = self.horovod_script and state == "running" and code == 0
+        if process.leaving and not finished:
+            self.rank_lost |= state == "running" and code not in final and not self.ending
             return ""
         # A newcomer, or a process with an error of its own, ends without agreement of the ranks.
         alone = (was_starting and self.generations) or process.failure
-        final = (0,) if self.horovod_script else _FINAL
         if (code in final and not alone) or self.ending_since is not None:
             self.ending_since = now if self.ending_since is None else self.ending_since
             if not (was_starting and self.generations):  # such as one that ssh could not start

@@ -809,6 +809,27 @@ def test_signal_to_all_processes_of_a_script_is_a_request_to_stop(ranks: int) ->
     assert job.result == 75
 
 
+@pytest.mark.parametrize("hosts", [{}, {"b": 1}])
+def test_rank_of_a_script_may_finish_before_it_leaves(hosts: dict[str, int]) -> None:
+    job = _start_script({"a": 1, **hosts})
+    _find(job, **hosts)
+    job.exit(0, 0)
+    job.consider(0.0)
+    assert job.state.ending
+    if hosts:
+        job.exit(1, 0)
+        job.consider(0.0)
+    assert job.result == 0
+
+
+@pytest.mark.parametrize("code", [2, 3, 75])
+def test_leaving_rank_of_a_script_agrees_only_with_exit_code_0(code: int) -> None:
+    job = _start_script({"a": 1, "b": 1})
+    _find(job, a=1)
+    job.exit(1, code)
+    assert job.state.rank_lost and not job.state.ending
+
+
 # --- hosts that fail -------------------------------------------------------------
 
 

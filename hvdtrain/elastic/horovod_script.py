@@ -13,15 +13,17 @@ job that fails again and again. A commit counts as a step.
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import os
-import runpy
 import sys
 import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from hvdtrain.agent.host import gpus
@@ -251,8 +253,17 @@ def main(command: list[str]) -> int:
     sys.argv = command
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         sys.path[0] = str(Path(command[0]).resolve().parent)
-    runpy.run_path(command[0], run_name="__main__")
+    _run(os.path.abspath(command[0]))
     return 0
+
+
+def _run(script: str) -> None:
+    """Run a script as `__main__`; its threads and exit handlers find that module later, too."""
+    loader = SourceFileLoader("__main__", script)
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=script, __loader__=loader, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    exec(loader.source_to_code(loader.get_data(script), script), main.__dict__)
 
 
 if __name__ == "__main__":

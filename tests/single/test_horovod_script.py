@@ -148,20 +148,44 @@ def test_local_rank_of_a_new_process_selects_the_gpu_of_its_slot(
     assert devices[local_rank] == gpu and sorted(devices) == sorted(listed.split(","))
 
 
+AS_MAIN = """\
+import atexit, os, pickle, sys, threading, time
+from neighbor import NAME
+class Local: pass
+def check(when):
+    assert type(pickle.loads(pickle.dumps(Local()))) is Local, when
+    assert sys.modules["__main__"].Local is Local, when
+    print(when, flush=True)
+def check_later():
+    while threading.main_thread().is_alive(): time.sleep(0.01)
+    check("in a thread")
+value: int = 0
+assert __annotations__["value"] is int and __name__ == "__main__" and __spec__ is None
+atexit.register(check, "at exit")
+threading.Thread(target=check_later).start()
+print(NAME, sys.argv, __file__, flush=True)
+"""
+
+
 def test_script_runs_as_under_python(tmp_path: Path) -> None:
     (tmp_path / "neighbor.py").write_text("NAME = 'a module next to the script'")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import pickle, sys\n"
-        "from neighbor import NAME\n"
-        "class Local: pass\n"
-        "pickle.loads(pickle.dumps(Local()))\n"
-        "assert __name__ == '__main__' and __file__ == sys.argv[0]\n"
-        "print(NAME, sys.argv[1:])\n"
-        "sys.exit(5)\n"
-    )
+    (tmp_path / "script.py").write_text(AS_MAIN)
+    (tmp_path / "fails.py").write_text("import sys\nsys.exit(5)\n")
     env = {name: value for name, value in os.environ.items() if "HOROVOD" not in name}
-    argv = [sys.executable, "-m", "hvdtrain.elastic.horovod_script", str(script), "--lr", "1"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env)
-    assert (done.returncode, done.stderr) == (5, "")
-    assert done.stdout == "a module next to the script ['--lr', '1']\n"
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, *argv],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=env,
+            cwd=tmp_path,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    module = ("-m", "hvdtrain.elastic.horovod_script")
+    expected = run("script.py", "--lr", "1")
+    assert expected[0] == 0 and "in a thread" in expected[1] and "at exit" in expected[1]
+    assert run(*module, "script.py", "--lr", "1") == expected
+    assert run(*module, "fails.py") == (5, "", "")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import builtins
 import hashlib
+import math
 import os
 import sys
 import threading
@@ -32,12 +33,15 @@ from hvdtrain.elastic.membership import LostError, Membership, RefusedError, Rem
 from hvdtrain.elastic.status import RENDEZVOUS, STATE_TRANSFER, TRAINING, Identity, ProcessStatus
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError
 from hvdtrain.runtime import environment
-from hvdtrain.runtime.heartbeat import HEARTBEAT
+from hvdtrain.runtime.heartbeat import HEARTBEAT, Activity
 from hvdtrain.runtime.signals import StopFlag
 
 _NEWS_SECONDS = 0.5
 _MAX_FAILED_RENDEZVOUS = 20
 _LONGEST_MESSAGE = 500
+# After a generation is over, the watchdog ends a process that neither rejoins nor uses CPU or disk
+# for 10 times as long, because the others wait for it. A busy process has no limit.
+_HANG_SECONDS = 90.0
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -92,6 +96,7 @@ class ScriptProgress:
             trained=self.trained,
             step=self.commits,
             failed=self.failed,
+            verdict_seconds=math.inf,  # a busy process is never hung
             message=self.message,
             reachable_step=self.commits,
         )
@@ -162,9 +167,13 @@ class ScriptRank:
 
         basics.HorovodBasics.init = init
         elastic.notification_manager = self._states
-        # 0 seconds: a script that computes for hours between two collectives is not a hung one.
+        # A script that does nothing for hours between two collectives is not a hung one.
+        HEARTBEAT.beat(Activity.WAITING)
         line, launcher = self._membership.line, self._membership.launcher
-        watchdog.KeptWatchdog(partial(watchdog.start, HEARTBEAT, 0.0, launcher, self._number, line))
+        start_watchdog = partial(
+            watchdog.start, HEARTBEAT, _HANG_SECONDS, launcher, self._number, line
+        )
+        watchdog.KeptWatchdog(start_watchdog)
         line.listen(self._abort)
         threading.Thread(target=self._watch_hosts, daemon=True).start()
 
@@ -197,9 +206,8 @@ class ScriptRank:
         """Wait for this process's ranks; return its local rank."""
         self._progress.phase = RENDEZVOUS
         try:
-            found = self._membership.join(
-                lambda: self._progress.status(self._identity), lambda: None
-            )
+            found = self._membership.join(self._status, lambda: None)
+            HEARTBEAT.beat(Activity.WAITING)
             return int(found["local_rank"])
         except RemovedError:
             sys.exit(0)
@@ -208,8 +216,14 @@ class ScriptRank:
         except LostError as error:
             _leave(f"the launcher no longer responds ({error})")
 
+    def _status(self) -> ProcessStatus:
+        """Return the status for a request for ranks, which may take any time."""
+        HEARTBEAT.beat(Activity.WAITING)
+        return self._progress.status(self._identity)
+
     def _abort(self) -> None:
         """Fail the collectives of a generation that is over; runs in another thread."""
+        HEARTBEAT.beat(Activity.LOADING)
         if self._basics is not None:
             self._basics.abort()
 

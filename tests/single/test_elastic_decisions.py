@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -778,6 +779,16 @@ def test_last_loss_of_a_script_may_be_a_silent_process() -> None:
     failed = replace(TRAINED, failed=TRAINING)
     _join(job, 0, status=failed)
     assert job.state.last_loss == (1, "process 1 on a was given up (fell silent)")
+
+
+def test_ranks_of_a_script_wait_for_a_busy_one_however_long() -> None:
+    job = _start_script({"a": 3})
+    job.exit(2, 137)
+    _join(job, 1, status=replace(TRAINED, failed=TRAINING, verdict_seconds=math.inf))
+    job.consider(36_000.0)
+    assert not job.ended and not job.over
+    _join(job, 0)
+    assert job.ranks == {0: 0, 1: 1}
 
 
 def test_script_that_is_asked_to_stop_is_ended() -> None:

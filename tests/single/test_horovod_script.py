@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +18,10 @@ from horovod.common import elastic
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.torch.elastic.state import TorchState
 
-from hvdtrain.elastic.horovod_script import ScriptProgress, States, order_gpus
-from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity
+from hvdtrain.elastic import horovod_script
+from hvdtrain.elastic.horovod_script import ScriptProgress, ScriptRank, States, order_gpus
+from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity, ProcessStatus
+from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 
 IDENTITY = Identity("", "digest", 0, None)
 
@@ -128,6 +134,29 @@ def test_change_of_hosts_interrupts_the_next_commit_once(monkeypatch: pytest.Mon
     rank.run(train)
     assert interrupted == [1, 2, 3]
     assert [failed for *_, failed in rank.statuses] == [None, None]
+
+
+def test_process_is_watched_only_between_the_end_of_a_generation_and_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heartbeat = Heartbeat()
+    monkeypatch.setattr(horovod_script, "HEARTBEAT", heartbeat)
+    seen: list[Activity] = []
+
+    def join(status: Any, set_aside: Any) -> dict[str, int]:
+        rank._abort()  # the same message arrives again
+        sent = json.loads(json.dumps(asdict(status())))
+        assert ProcessStatus.of(sent).verdict_seconds == math.inf, "a busy process has no limit"
+        seen.append(heartbeat.read()[1])
+        return {"local_rank": 0}
+
+    membership: Any = SimpleNamespace(join=join)
+    rank = ScriptRank(membership, 0, 0, ["script.py"])
+    rank._abort()
+    seen.append(heartbeat.read()[1])
+    rank._join()
+    seen.append(heartbeat.read()[1])
+    assert seen == [Activity.LOADING, Activity.WAITING, Activity.WAITING]
 
 
 @pytest.mark.parametrize(

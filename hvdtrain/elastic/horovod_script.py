@@ -43,6 +43,8 @@ _LONGEST_MESSAGE = 500
 # for 10 times as long, because the others wait for it. A busy process has no limit.
 _HANG_SECONDS = 90.0
 _DEVICES = "CUDA_VISIBLE_DEVICES"
+# With 1, torch.cuda.is_available() does not initialize CUDA, which fixes the order of the GPUs.
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class ScriptProgress:
@@ -165,6 +167,7 @@ class ScriptRank:
         def init(self_: Any, *arguments: Any, **options: Any) -> None:
             self._init(self_, partial(start, self_, *arguments, **options))
 
+        os.environ.setdefault(_NVML_CHECK, "1")  # scripts ask before hvd.init; see order_gpus
         basics.HorovodBasics.init = init
         elastic.notification_manager = self._states
         # A script that does nothing for hours between two collectives is not a hung one.

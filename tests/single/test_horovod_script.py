@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from horovod.common import elastic
+from horovod.common import basics, elastic
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.torch.elastic.state import TorchState
 
-from hvdtrain.elastic import horovod_script
+from hvdtrain.elastic import horovod_script, watchdog
 from hvdtrain.elastic.horovod_script import ScriptProgress, ScriptRank, States, order_gpus
 from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity, ProcessStatus
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
@@ -157,6 +157,24 @@ def test_process_is_watched_only_between_the_end_of_a_generation_and_its_request
     rank._join()
     seen.append(heartbeat.read()[1])
     assert seen == [Activity.LOADING, Activity.WAITING, Activity.WAITING]
+
+
+def test_question_for_gpus_before_init_does_not_fix_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(basics.HorovodBasics, "init", basics.HorovodBasics.init)
+    monkeypatch.setattr(elastic, "notification_manager", elastic.notification_manager)
+    monkeypatch.setattr(watchdog, "KeptWatchdog", lambda start: None)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "")
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK")
+    membership: Any = SimpleNamespace(
+        served=lambda: True,
+        line=SimpleNamespace(listen=lambda on_over: None),
+        launcher="",
+        hosts_changed=False,
+    )
+    ScriptRank(membership, 0, 0, ["script.py"]).install()
+    assert torch.cuda._nvml_based_avail()
 
 
 @pytest.mark.parametrize(

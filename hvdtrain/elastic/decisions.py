@@ -249,6 +249,11 @@ class JobState:
         holders = (p.first_generation is not None for p in self.alive("waiting", "running"))
         return self.horovod_script and self.generations > 0 and not any(holders)
 
+    def unfinished(self, process: TrainingProcess) -> bool:
+        """Whether a script has ended in another process, while this one still has to continue it."""
+        holds_state = process.state != "removed" and process.first_generation is not None
+        return self.horovod_script and self.ending_since is not None and holds_state
+
     # Events. Those that the user should know of return a message, or "".
 
     def hosts_found(

@@ -83,6 +83,7 @@ _REPORT_SECONDS = 3.0  # from the start of the wait for slots to the first messa
 _DEFAULT_TIMEOUT = 600
 _NO_GENERATION = -1
 _EXCLUDED = {"rank": -1}
+_UNFINISHED = "the script has ended in another process, so this one cannot finish it"
 _SPARE = {"rank": -1, "spare": True}
 
 
@@ -435,7 +436,8 @@ class ElasticDriver:
             self.request(number, status)
             process = self._state.process(number)
             if process is None or not self._takes_part(process):
-                return _EXCLUDED
+                unfinished = process is not None and self._state.unfinished(process)
+                return {**_EXCLUDED, "reason": _UNFINISHED} if unfinished else _EXCLUDED
             while number not in self._answers and (left := deadline - time.monotonic()) > 0:
                 self._answered.wait(left)
             if process.state == "removed":  # the process asks again if the answer is lost

@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.elastic.decisions import EndGeneration, EndProcess, decide
 from hvdtrain.elastic.status import RENDEZVOUS, STATE_TRANSFER, TRAINING, Identity, ProcessStatus
-from tests.support.driver_fakes import DecidedJob
+from tests.support.driver_fakes import DecidedJob, SteppedDriver
 
 IDENTITY = Identity("cpu", "digest", 100, None)
 NEW = ProcessStatus(IDENTITY)
@@ -818,6 +818,28 @@ def test_signal_to_all_processes_of_a_script_is_a_request_to_stop(ranks: int) ->
         job.exit(number, 143)
     job.consider(0.0)
     assert job.result == 75
+
+
+def test_job_fails_if_a_rank_cannot_finish_a_script_that_ended_in_another() -> None:
+    job = SteppedDriver({"a": 2}, 2, 1, 3, TIMEOUT)
+    try:
+        job.state.horovod_script = True
+        for number in (0, 1, 0, 1):
+            job.join(number, NEW)
+            job.consider(0.0)
+        job.found = {"a": 3}
+        job.discover()
+        job.consider(0.0)
+        job.join(2, NEW)
+        job.exit(1, 0)
+        assert job.join(2, NEW) == {"rank": -1}, "a newcomer has nothing to finish"
+        job.exit(2, 0)
+        reason = "the script has ended in another process, so this one cannot finish it"
+        assert job.join(0, TRAINED) == {"rank": -1, "reason": reason}
+        job.exit(0, 1)
+        assert job.state.exit_code == 1
+    finally:
+        job.close()
 
 
 @pytest.mark.parametrize("hosts", [{}, {"b": 1}])

@@ -165,6 +165,7 @@ def test_question_for_gpus_before_init_does_not_fix_their_order(
     monkeypatch.setattr(basics.HorovodBasics, "init", basics.HorovodBasics.init)
     monkeypatch.setattr(elastic, "notification_manager", elastic.notification_manager)
     monkeypatch.setattr(watchdog, "KeptWatchdog", lambda start: None)
+    monkeypatch.setattr(horovod_script, "HEARTBEAT", Heartbeat())
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "")
     monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK")
     membership: Any = SimpleNamespace(

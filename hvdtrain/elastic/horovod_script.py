@@ -184,7 +184,7 @@ class ScriptRank:
         """Request this process's ranks and start Horovod with them.
 
         Raises:
-            ValueError: Horovod did not start, repeatedly.
+            ValueError: Horovod did not start, repeatedly, or rejected an argument after its start.
         """
         first, self._basics = self._basics is None, basics
         for attempts_left in reversed(range(_MAX_FAILED_RENDEZVOUS)):
@@ -194,8 +194,8 @@ class ScriptRank:
             local_rank = self._join()
             try:
                 start()
-            except ValueError as error:  # a rank died meanwhile
-                if not attempts_left:
+            except ValueError as error:  # a rank died meanwhile, or an argument is wrong
+                if not attempts_left or basics.is_initialized():
                     raise
                 self._progress.fail(error)
                 basics.shutdown()

@@ -159,6 +159,21 @@ def test_process_is_watched_only_between_the_end_of_a_generation_and_its_request
     assert seen == [Activity.LOADING, Activity.WAITING, Activity.WAITING]
 
 
+@pytest.mark.parametrize(("starts", "attempts"), [(False, 20), (True, 1)])
+def test_init_is_repeated_only_if_horovod_did_not_start(starts: bool, attempts: int) -> None:
+    done: list[bool] = []
+
+    def start() -> None:
+        done.append(starts)
+        raise ValueError("process_sets entry number 1 is a duplicate")
+
+    horovod: Any = SimpleNamespace(is_initialized=lambda: any(done), shutdown=lambda: None)
+    membership: Any = SimpleNamespace(join=lambda status, set_aside: {"local_rank": 0})
+    with pytest.raises(ValueError, match="duplicate"):
+        ScriptRank(membership, 0, 0, ["script.py"])._init(horovod, start)
+    assert len(done) == attempts
+
+
 def test_question_for_gpus_before_init_does_not_fix_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

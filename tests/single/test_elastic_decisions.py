@@ -866,6 +866,25 @@ def test_leaving_rank_of_a_script_agrees_only_with_exit_code_0(code: int) -> Non
 # --- hosts that fail -------------------------------------------------------------
 
 
+@pytest.mark.parametrize("continued", [False, True])
+def test_driver_yields_only_if_a_lost_host_may_have_the_current_state(continued: bool) -> None:
+    job = SteppedDriver({"a": 1, "b": 1}, 2, 1, 2, TIMEOUT)
+    try:
+        for number in (0, 1, 0, 1):
+            job.join(number, NEW)
+            job.consider(0.0)
+        job.exit(1, 137)
+        assert not job.driver.state_is_elsewhere({"b"}), "process 0 has the state"
+        if continued:
+            job.join(0, replace(TRAINED, failed=TRAINING))
+            job.consider(0.0)
+            job.join(0, TRAINED)
+        job.exit(0, 7)
+        assert job.driver.state_is_elsewhere({"b"}) == (not continued)
+    finally:
+        job.close()
+
+
 def _causes(job: DecidedJob) -> list[tuple[str, str]]:
     return [(host, cause) for host, cause, _ in job.state.incidents]
 

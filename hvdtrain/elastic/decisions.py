@@ -250,7 +250,7 @@ class JobState:
         return self.horovod_script and self.generations > 0 and not any(holders)
 
     def unfinished(self, process: TrainingProcess) -> bool:
-        """Whether a script has ended in another process, while this one still has to continue it."""
+        """Whether a script has ended in another process, while this one has to continue it."""
         holds_state = process.state != "removed" and process.first_generation is not None
         return self.horovod_script and self.ending_since is not None and holds_state
 
@@ -284,8 +284,8 @@ class JobState:
     def exited(self, process: TrainingProcess, code: int, now: float) -> str:
         """Record that a process has ended: it was excluded, the ranks agreed, or it is a loss.
 
-        If a leaving rank dies, the others are notified, but no failure is counted. A leaving rank of
-        a script may finish before it can leave.
+        If a leaving rank dies, the others are notified, but no failure is counted. A leaving rank
+        of a script may finish before it can leave.
         """
         state, was_starting = process.state, process.state == "starting"
         pause = 0.0 if state == "removed" else self.slots.failed(process, now)

@@ -136,7 +136,7 @@ def test_change_of_hosts_interrupts_the_next_commit_once(monkeypatch: pytest.Mon
     assert [failed for *_, failed in rank.statuses] == [None, None]
 
 
-def test_process_is_watched_only_between_the_end_of_a_generation_and_its_request(
+def test_process_is_watched_only_while_others_wait_for_its_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     heartbeat = Heartbeat()

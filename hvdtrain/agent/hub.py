@@ -121,7 +121,7 @@ class Hub:
         removals_are_final: a host that `find_available_hosts_and_slots` does not return is gone.
         port: TCP port for agents.
         misplaced: the launcher started several agents on one host.
-        lost_ranks: an agent with processes has not responded, so this host may be cut off.
+        lost_hosts: an agent there has not responded and had processes: this host may be cut off.
     """
 
     removals_are_final = True
@@ -163,7 +163,8 @@ class Hub:
         self._registered: set[str] = set()  # launches
         self._waiting: dict[str, list[tuple[Slot, _Process]]] = {}
         self._finished: int | None = None
-        self.lost_ranks = self.misplaced = False
+        self.lost_hosts: frozenset[str] = frozenset()
+        self.misplaced = False
         self._hosts = threading.Condition()  # of _slots
         self._slots: dict[str, int] = {}
         self._socket = socket.create_server(("", 0), backlog=1024)
@@ -371,7 +372,7 @@ class Hub:
         expected, self._expected = self._expected, {}
         for host, processes in expected.items():
             if processes:
-                self.lost_ranks = True
+                self.lost_hosts |= {host}
                 self._say(f"the agent of {printable(host)} has not responded: its ranks are lost")
             for process in processes.values():
                 process.on_exit(_KILLED)
@@ -512,7 +513,7 @@ class Hub:
         del self._agents[host]
         if self._finished is None:
             count = len(agent.processes)
-            self.lost_ranks |= count > 0
+            self.lost_hosts |= {host} if count else set()
             ranks = f"; its {count} rank{'s are' if count > 1 else ' is'} lost" if count else ""
             self._say(f"the agent of {printable(host)} is gone ({why}){ranks}")
         for number in tuple(agent.processes):

@@ -1,9 +1,11 @@
-"""Recognition of launcher commands that start training, from their words alone."""
+"""Recognition of launcher commands that start training, from their words and their script."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import NamedTuple
@@ -16,11 +18,6 @@ _VALUED_LONG = ("--check-hash-based-pycs",)
 
 # A script that uses hvdtrain.training, in whatever way it is imported.
 _OWN_LOOP = re.compile(r"^\s*(import|from)\s+hvdtrain\b", re.MULTILINE), re.compile(r"\btraining\b")
-# A script that uses Horovod's elastic API: hvd.elastic, from horovod.torch.elastic import run, ...
-_HOROVOD_ELASTIC = (
-    re.compile(r"^\s*(import|from)\s+horovod\b", re.MULTILINE),
-    re.compile(r"\w\.elastic\b|\bimport\s+elastic\b"),
-)
 _SCRIPT_BYTES = 1 << 20
 
 
@@ -57,20 +54,61 @@ class ScriptCommand(NamedTuple):
     @property
     def own_loop(self) -> bool:
         """Whether the script's text uses hvdtrain.training."""
-        return self._mentions(_OWN_LOOP)
+        text = self._read().decode(errors="replace")
+        return all(pattern.search(text) for pattern in _OWN_LOOP) and not self.horovod_elastic
 
     @property
     def horovod_elastic(self) -> bool:
-        """Whether the script's text uses Horovod's elastic API and not hvdtrain.training."""
-        return self._mentions(_HOROVOD_ELASTIC) and not self.own_loop
-
-    def _mentions(self, patterns: Sequence[re.Pattern[str]]) -> bool:
+        """Whether the script uses Horovod's elastic API and not hvdtrain.training."""
         try:
-            with open(self.script, encoding="utf-8", errors="replace") as file:
-                text = file.read(_SCRIPT_BYTES)
-        except OSError:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the script's own
+                tree = ast.parse(self._read())
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
             return False
-        return all(pattern.search(text) for pattern in patterns)
+        return _uses(tree, "horovod", "elastic") and not _uses(tree, "hvdtrain", "training")
+
+    def _read(self) -> bytes:
+        try:
+            with open(self.script, "rb") as file:
+                return file.read(_SCRIPT_BYTES)
+        except OSError:
+            return b""
+
+
+def _uses(tree: ast.AST, package: str, module: str) -> bool:
+    """Whether a script imports a module of a package, or reads it as an attribute.
+
+    Examples: hvd.elastic after `import horovod.torch as hvd`, and
+    `from horovod.torch.elastic import run`.
+    """
+    imported: list[str] = []
+    names: set[str] = set()  # bound to the package or one of its modules
+    attributes: list[ast.expr] = []  # that have the attribute `module`
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = {alias.name: alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found = {
+                f"{node.module}.{alias.name}": alias.asname or alias.name for alias in node.names
+            }
+        else:
+            if isinstance(node, ast.Attribute) and node.attr == module:
+                attributes.append(node.value)
+            continue
+        ours = [path for path in found if path.split(".")[0] == package]
+        imported += ours
+        names.update(found[path] for path in ours)
+    return any(module in path.split(".") for path in imported) or any(
+        _root(value) in names for value in attributes
+    )
+
+
+def _root(value: ast.expr) -> str:
+    """Return the name at the start of a.b.c; "" for any other expression."""
+    while isinstance(value, ast.Attribute):
+        value = value.value
+    return value.id if isinstance(value, ast.Name) else ""
 
 
 def script_command(command: Sequence[str]) -> ScriptCommand | None:
@@ -103,8 +141,7 @@ def runs_hvdtrain(command: Sequence[str]) -> bool:
 def horovod_script(command: Sequence[str]) -> list[str] | None:
     """Return the command of a rank for an unchanged script of Horovod's elastic API.
 
-    None: the command is not `python SCRIPT ...` with such a script, which is recognized by its
-    text, or it starts ranks of hvdtrain.
+    None: the command is not `python SCRIPT ...` with such a script, or it starts ranks of hvdtrain.
     """
     script = script_command(command)
     if script is None or not script.horovod_elastic or runs_hvdtrain(command):

@@ -15,7 +15,9 @@ of a process:
     lost:    given up: no rank waits for it, and its slot is not used while the process exists
 
 A spare is "waiting", until the processes suffice for another replica of the model (processes.py).
-A spare that has taken part before rejoins as a newcomer.
+A spare that has taken part before rejoins as a newcomer. So does a process of an unchanged script
+(horovod_script.py) that has not received the state which others had: only the script's processes
+have its state, so it is lost when only newcomers are left.
 """
 
 from __future__ import annotations
@@ -244,8 +246,13 @@ class JobState:
     @property
     def state_lost(self) -> bool:
         """Whether a script's state has ended with the last process that had it."""
-        holders = (p.first_generation is not None for p in self.alive())
+        holders = (p.first_generation is not None for p in self.alive("waiting", "running"))
         return self.horovod_script and self.generations > 0 and not any(holders)
+
+    def unfinished(self, process: TrainingProcess) -> bool:
+        """Whether a script has ended in another process, while this one has to continue it."""
+        holds_state = process.state != "removed" and process.first_generation is not None
+        return self.horovod_script and self.ending_since is not None and holds_state
 
     # Events. Those that the user should know of return a message, or "".
 
@@ -270,24 +277,28 @@ class JobState:
         """A process requests its ranks in the next generation."""
         if process.state in ("starting", "running"):
             process.status, process.spare = status, False
+            if self.horovod_script and not status.trained and process.number in self.newcomers:
+                process.first_generation = None
             process.become("waiting", now)
 
     def exited(self, process: TrainingProcess, code: int, now: float) -> str:
         """Record that a process has ended: it was excluded, the ranks agreed, or it is a loss.
 
-        If a leaving rank dies, the others are notified, but no failure is counted.
+        If a leaving rank dies, the others are notified, but no failure is counted. A leaving rank
+        of a script may finish before it can leave.
         """
         state, was_starting = process.state, process.state == "starting"
         pause = 0.0 if state == "removed" else self.slots.failed(process, now)
         process.become("gone", now)
         if state in ("removed", "lost") or self.killed_since is not None:
             return ""
-        if process.leaving:
-            self.rank_lost |= state == "running" and code not in _FINAL and not self.ending
+        final = (0,) if self.horovod_script else _FINAL
+        finished = self.horovod_script and state == "running" and code == 0
+        if process.leaving and not finished:
+            self.rank_lost |= state == "running" and code not in final and not self.ending
             return ""
         # A newcomer, or a process with an error of its own, ends without agreement of the ranks.
         alone = (was_starting and self.generations) or process.failure
-        final = (0,) if self.horovod_script else _FINAL
         if (code in final and not alone) or self.ending_since is not None:
             self.ending_since = now if self.ending_since is None else self.ending_since
             if not (was_starting and self.generations):  # such as one that ssh could not start
@@ -295,8 +306,10 @@ class JobState:
             return ""
         self.failed |= not was_starting
         self.rank_lost |= state == "running"
-        if not self.alive() or self.state_lost:
-            self.exit_code = code
+        if not self.alive():
+            # Whoever asks a script to stop may also signal its ranks.
+            stopped = self.horovod_script and self.stop_requested
+            self.exit_code = EXIT_PREEMPTED if stopped else code
         if process.failed_step is not None:
             self.failures.count_error(process.failed_step, process.failure)
         why = describe(code) + (f": {process.failure}" if process.failure else "")
@@ -320,6 +333,7 @@ class JobState:
             self.rank_lost = self.failed = True
         if not process.leaving and not self.stop_requested:
             self.incidents.append((process.host, SILENT if must_end else STUCK, why))
+        self.last_loss = EXIT_CRASH, f"{process} was given up" + (f" ({why})" if why else "")
         process.become("lost", now)
         process.must_end = must_end
         return _given_up(process, why)
@@ -443,10 +457,9 @@ def decide(job: JobState, now: float) -> list[Action]:
         code = job.last_loss[0] if job.horovod_script else EXIT_CRASH
         return [_fail(job.failures.reason, code)]
     if job.horovod_script and job.stop_requested:
-        return [EndJob(EXIT_PREEMPTED, message="asked to stop: the ranks are ended")]
+        return [_stop()]
     if job.state_lost and job.alive():
-        why = "error: no process that has the state of the script is left"
-        return [EndJob(job.exit_code or EXIT_CRASH, message=why)]
+        return [_fail("no process that has the state of the script is left", job.last_loss[0])]
     if replacements := _start_replacements(job, now):
         return replacements
     if not job.alive() and now < job.begin_again_until:
@@ -609,7 +622,7 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
         return []  # a first start, or all ranks died: waiting for all delays no training
     if job.counted_generations < job.generations and (failure := _classify_failure(job, waiting)):
         return [failure]
-    staying = [p for p in waiting if not p.leaving]
+    staying = _staying(job, waiting)
     members = in_order(choose(staying, job.max_np))
     needed = max(job.min_np, replica_size(staying))
     if len(members) < needed:
@@ -619,7 +632,8 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
     failures = job.failed_generations + job.failed
     if job.reset_limit is not None and failures > job.reset_limit:
         return [_fail(f"ranks failed more than {job.reset_limit} times (--reset-limit)")]
-    actions: list[Action] = [RemoveProcess(p.number) for p in waiting if p.leaving]
+    leaving = (p for p in waiting if p.leaving and p not in staying)
+    actions: list[Action] = [RemoveProcess(p.number) for p in leaving]
     if spares := [p for p in staying if p not in members]:
         names = ", ".join(map(str, spares))
         message = f"spare until {replica_size(spares)} can form a replica of the model: {names}"
@@ -632,6 +646,18 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
     numbers = tuple(p.number for p in members)
     plan = tuple(assign(members))
     return [*actions, FormGeneration(job.generations, numbers, plan, message=message)]
+
+
+def _staying(job: JobState, waiting: Sequence[TrainingProcess]) -> list[TrainingProcess]:
+    """Return the processes that do not leave.
+
+    If all of them are newcomers to a script, a leaving process takes part once more, because they
+    can receive the script's state only from it.
+    """
+    staying = [p for p in waiting if not p.leaving]
+    if job.horovod_script and job.generations and staying and all(map(_is_new, staying)):
+        return [*in_order(_survivors(job))[:1], *staying]
+    return staying
 
 
 def _wait_for_more(job: JobState, count: int, needed: int, now: float) -> list[Action]:
@@ -672,7 +698,12 @@ def _classify_failure(job: JobState, waiting: Sequence[TrainingProcess]) -> Acti
 
 
 def _fail(reason: str, code: int = EXIT_CRASH) -> Action:
-    return EndJob(code, message=f"error: {reason}")
+    """Fail the job; `code`: of the last lost process, which may have ended with 0."""
+    return EndJob(code or EXIT_CRASH, message=f"error: {reason}")
+
+
+def _stop() -> Action:
+    return EndJob(EXIT_PREEMPTED, message="asked to stop: the ranks are ended")
 
 
 def _end_job(job: JobState, now: float) -> list[Action]:
@@ -684,6 +715,7 @@ def _end_job(job: JobState, now: float) -> list[Action]:
         return [ReportResult(job.exit_code or EXIT_CRASH)] if late else []
     assert job.ending_since is not None
     if job.horovod_script and job.alive("running"):
-        return []  # for example, rank 0 still evaluates or saves the model
+        # For example, rank 0 still evaluates or saves the model.
+        return [_stop()] if job.stop_requested else []
     limit = _END_SECONDS if job.generations else _END_OF_START_SECONDS
     return [EndJob(0)] if now - job.ending_since > limit else []

@@ -37,7 +37,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -83,6 +83,7 @@ _REPORT_SECONDS = 3.0  # from the start of the wait for slots to the first messa
 _DEFAULT_TIMEOUT = 600
 _NO_GENERATION = -1
 _EXCLUDED = {"rank": -1}
+_UNFINISHED = "the script has ended in another process, so this one cannot finish it"
 _SPARE = {"rank": -1, "spare": True}
 
 
@@ -239,12 +240,17 @@ class ElasticDriver:
                 self._heartbeats.begin([process.number for process in ranks])
         threading.Thread(target=self._run, daemon=True).start()
 
-    def has_state(self) -> bool:
-        """Whether a process has the state of the run, or none has had it so far."""
+    def state_is_elsewhere(self, lost_hosts: Collection[str]) -> bool:
+        """Whether only lost hosts may have the state of the run.
+
+        Hosts without ranks of the current generation do not: it continued without them.
+        """
         with self._changed:
             alive = self._state.alive()
             holders = any(process.first_generation is not None for process in alive)
-            return holders or self._state.generations == 0 or self._state.ending
+            if holders or self._state.generations == 0 or self._state.ending:
+                return False
+            return any(host in lost_hosts for host, _ in self._places)
 
     def exited(self, number: int, code: int) -> None:
         """Record the end of a process that another driver started."""
@@ -435,7 +441,8 @@ class ElasticDriver:
             self.request(number, status)
             process = self._state.process(number)
             if process is None or not self._takes_part(process):
-                return _EXCLUDED
+                unfinished = process is not None and self._state.unfinished(process)
+                return {**_EXCLUDED, "reason": _UNFINISHED} if unfinished else _EXCLUDED
             while number not in self._answers and (left := deadline - time.monotonic()) > 0:
                 self._answered.wait(left)
             if process.state == "removed":  # the process asks again if the answer is lost

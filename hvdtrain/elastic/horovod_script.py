@@ -13,15 +13,18 @@ job that fails again and again. A commit counts as a step.
 
 from __future__ import annotations
 
+import builtins
 import hashlib
+import math
 import os
-import runpy
 import sys
 import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from hvdtrain.agent.host import gpus
@@ -30,13 +33,18 @@ from hvdtrain.elastic.membership import LostError, Membership, RefusedError, Rem
 from hvdtrain.elastic.status import RENDEZVOUS, STATE_TRANSFER, TRAINING, Identity, ProcessStatus
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError
 from hvdtrain.runtime import environment
-from hvdtrain.runtime.heartbeat import HEARTBEAT
+from hvdtrain.runtime.heartbeat import HEARTBEAT, Activity
 from hvdtrain.runtime.signals import StopFlag
 
 _NEWS_SECONDS = 0.5
 _MAX_FAILED_RENDEZVOUS = 20
 _LONGEST_MESSAGE = 500
+# After a generation is over, the watchdog ends a process that neither rejoins nor uses CPU or disk
+# for 10 times as long, because the others wait for it. A busy process has no limit.
+_HANG_SECONDS = 90.0
 _DEVICES = "CUDA_VISIBLE_DEVICES"
+# With 1, torch.cuda.is_available() does not initialize CUDA, which fixes the order of the GPUs.
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class ScriptProgress:
@@ -71,6 +79,7 @@ class ScriptProgress:
 
         def synchronized() -> None:
             sync()
+            save()  # Horovod would restore a model as it was before it was synchronized
             self.trained, self.phase = True, TRAINING
 
         def saved() -> None:
@@ -89,6 +98,7 @@ class ScriptProgress:
             trained=self.trained,
             step=self.commits,
             failed=self.failed,
+            verdict_seconds=math.inf,  # a busy process is never hung
             message=self.message,
             reachable_step=self.commits,
         )
@@ -157,11 +167,16 @@ class ScriptRank:
         def init(self_: Any, *arguments: Any, **options: Any) -> None:
             self._init(self_, partial(start, self_, *arguments, **options))
 
+        os.environ.setdefault(_NVML_CHECK, "1")  # scripts ask before hvd.init; see order_gpus
         basics.HorovodBasics.init = init
         elastic.notification_manager = self._states
-        # 0 seconds: a script that computes for hours between two collectives is not a hung one.
+        # A script that does nothing for hours between two collectives is not a hung one.
+        HEARTBEAT.beat(Activity.WAITING)
         line, launcher = self._membership.line, self._membership.launcher
-        watchdog.KeptWatchdog(partial(watchdog.start, HEARTBEAT, 0.0, launcher, self._number, line))
+        start_watchdog = partial(
+            watchdog.start, HEARTBEAT, _HANG_SECONDS, launcher, self._number, line
+        )
+        watchdog.KeptWatchdog(start_watchdog)
         line.listen(self._abort)
         threading.Thread(target=self._watch_hosts, daemon=True).start()
 
@@ -169,7 +184,7 @@ class ScriptRank:
         """Request this process's ranks and start Horovod with them.
 
         Raises:
-            ValueError: Horovod did not start, repeatedly.
+            ValueError: Horovod did not start, repeatedly, or rejected an argument after its start.
         """
         first, self._basics = self._basics is None, basics
         for attempts_left in reversed(range(_MAX_FAILED_RENDEZVOUS)):
@@ -179,8 +194,8 @@ class ScriptRank:
             local_rank = self._join()
             try:
                 start()
-            except ValueError as error:  # a rank died meanwhile
-                if not attempts_left:
+            except ValueError as error:  # a rank died meanwhile, or an argument is wrong
+                if not attempts_left or basics.is_initialized():
                     raise
                 self._progress.fail(error)
                 basics.shutdown()
@@ -194,9 +209,8 @@ class ScriptRank:
         """Wait for this process's ranks; return its local rank."""
         self._progress.phase = RENDEZVOUS
         try:
-            found = self._membership.join(
-                lambda: self._progress.status(self._identity), lambda: None
-            )
+            found = self._membership.join(self._status, lambda: None)
+            HEARTBEAT.beat(Activity.WAITING)
             return int(found["local_rank"])
         except RemovedError:
             sys.exit(0)
@@ -205,8 +219,14 @@ class ScriptRank:
         except LostError as error:
             _leave(f"the launcher no longer responds ({error})")
 
+    def _status(self) -> ProcessStatus:
+        """Return the status for a request for ranks, which may take any time."""
+        HEARTBEAT.beat(Activity.WAITING)
+        return self._progress.status(self._identity)
+
     def _abort(self) -> None:
         """Fail the collectives of a generation that is over; runs in another thread."""
+        HEARTBEAT.beat(Activity.LOADING)
         if self._basics is not None:
             self._basics.abort()
 
@@ -250,8 +270,17 @@ def main(command: list[str]) -> int:
     sys.argv = command
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         sys.path[0] = str(Path(command[0]).resolve().parent)
-    runpy.run_path(command[0], run_name="__main__")
+    _run(os.path.abspath(command[0]))
     return 0
+
+
+def _run(script: str) -> None:
+    """Run a script as `__main__`; its threads and exit handlers find that module later, too."""
+    loader = SourceFileLoader("__main__", script)
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=script, __loader__=loader, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    exec(loader.source_to_code(loader.get_data(script), script), main.__dict__)
 
 
 if __name__ == "__main__":

@@ -365,11 +365,11 @@ class AllocationDriver:
         return code
 
     def _may_act(self, hub: Hub, driver: ElasticDriver) -> bool:
-        """Return whether the lease is valid; step down if no host with the run's state responds."""
+        """Return whether the lease is valid; step down if hosts may have the state but are lost."""
         assert self._lease is not None
         if not self._lease.held():
             return False
-        if hub.lost_ranks and not driver.has_state():
+        if hub.lost_hosts and driver.state_is_elsewhere(hub.lost_hosts):
             _step_down()
         if self._unrecorded is not None and time.monotonic() > self._unrecorded[1]:
             self._record(self._unrecorded[0])

@@ -190,7 +190,7 @@ def test_agents_that_return_one_by_one_keep_their_processes(fleet: Fleet) -> Non
     registered = time.monotonic() - began
     waiter.join(20)
     assert time.monotonic() - began > registered + 2, "it did not wait again after an agent"
-    assert codes == {0: 128 + 9} and fleet.hub.lost_ranks
+    assert codes == {0: 128 + 9} and fleet.hub.lost_hosts
 
 
 # --- lease and address ------------------------------------------------------------------------

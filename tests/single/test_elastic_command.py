@@ -62,12 +62,20 @@ ELASTIC = [
     "from horovod.torch.elastic import TorchState, run",
     "from horovod.torch import elastic",
     "if True:\n    import horovod.torch.elastic",
+    "import horovod.torch\nhorovod.torch.elastic.run(print)",
+    "# -*- coding: latin-1 -*-\nimport horovod.torch as hvd\nhvd.elastic.run('\\d')",
+    "import horovod.torch as hvd\nimport hvdtrain  # not for training\nhvd.elastic.run(print)",
 ]
 NOT_ELASTIC = [
     "import horovod.torch as hvd\nhvd.init()",
     "import torch\nelastic.run()",
     "import horovod.torch as hvd\nelastic = True",
     "import horovod\nimport hvdtrain\nhvdtrain.training  # in place of hvd.elastic",
+    "import horovod.torch as hvd\nhvd.init()  # without hvd.elastic",
+    "import horovod.torch as hvd, torch\n@torch.distributed.elastic.record\ndef main(): ...",
+    "import horovod\nfrom torch.distributed.elastic.multiprocessing.errors import record",
+    "import horovod.torch as hvd\nhvd.elastic.run(print",
+    "import horovod.torch as hvd\nfrom hvdtrain import training\nhvd.elastic.run(print)",
 ]
 
 

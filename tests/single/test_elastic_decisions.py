@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from hvdtrain.elastic.decisions import EndGeneration, EndProcess, decide
 from hvdtrain.elastic.status import RENDEZVOUS, STATE_TRANSFER, TRAINING, Identity, ProcessStatus
-from tests.support.driver_fakes import DecidedJob
+from tests.support.driver_fakes import DecidedJob, SteppedDriver
 
 IDENTITY = Identity("cpu", "digest", 100, None)
 NEW = ProcessStatus(IDENTITY)
@@ -671,6 +672,79 @@ def test_script_ends_when_no_process_has_its_state(code: int) -> None:
     assert job.result == code
 
 
+def _admit(job: DecidedJob, *holders: int, **hosts: int) -> None:
+    """New processes on these hosts, after those that there are, begin a generation with holders."""
+    first = len(job.state.processes)
+    _find(job, **hosts)
+    job.consider(10.0)
+    for number in range(first, len(job.state.processes)):
+        job.join(number, NEW)
+    _join(job, *holders)
+    for number in range(first, len(job.state.processes)):
+        job.join(number, NEW)
+
+
+def test_script_ends_when_its_state_dies_before_newcomers_have_it() -> None:
+    job = _start_script({"a": 1})
+    _admit(job, 0, a=2)
+    assert job.ranks == {0: 0, 1: 1}
+    job.exit(0, 137)
+    job.consider(0.0)
+    assert not job.over, "process 1 may have received the state"
+    _join(job, 1, status=replace(NEW, failed=STATE_TRANSFER))
+    assert job.over and job.state.exit_code == 137
+    assert "no process that has the state" in job.messages[-1]
+
+
+def test_newcomer_that_has_received_the_state_continues_the_script() -> None:
+    job = _start_script({"a": 1})
+    _admit(job, 0, a=2)
+    job.exit(0, 137)
+    _join(job, 1, status=replace(TRAINED, failed=TRAINING))
+    assert job.ranks == {1: 0} and not job.over
+
+
+def test_first_generation_of_a_script_may_fail_before_it_has_a_state() -> None:
+    job = _start_script({"a": 2})
+    job.exit(0, 137)
+    _join(job, 1, status=replace(NEW, failed=STATE_TRANSFER))
+    assert job.ranks == {1: 0} and not job.over
+
+
+def test_leaving_rank_of_a_script_passes_its_state_to_newcomers_first() -> None:
+    job = _start_script({"a": 2})
+    _find(job, b=1)
+    job.consider(0.0)
+    job.join(2, NEW)
+    assert _join(job, 0, 1) == {0: {"rank": 0, "size": 2}, 1: {"rank": -1}}
+    job.join(2, NEW)
+    assert job.ranks == {0: 0, 2: 1} and job.news(0)["hosts"]
+    assert _join(job, 0, 2) == {0: {"rank": -1}, 2: {"rank": 0, "size": 1}}
+
+
+def test_removed_rank_of_a_script_no_longer_keeps_its_state() -> None:
+    job = _start_script({"a": 1})
+    _admit(job, 0, a=1, b=1)
+    _find(job, b=1)
+    _join(job, 0, 1)
+    assert job.ranks == {1: 0}
+    _find(job, b=1, c=1)
+    job.consider(10.0)
+    job.join(2, NEW)
+    job.exit(1, 137)
+    job.consider(0.0)
+    assert job.over and job.state.alive("removed")
+
+
+def test_rank_0_of_a_script_has_its_state() -> None:
+    job = _start_script({"a": 1})
+    _admit(job, 0, a=2, b=1)
+    job.exit(0, 137)
+    _join(job, 1, status=replace(NEW, failed=STATE_TRANSFER))
+    _join(job, 2, status=replace(TRAINED, failed=TRAINING))
+    assert job.ranks == {2: 0, 1: 1}
+
+
 def test_script_that_fails_before_each_commit_ends_with_its_exit_code() -> None:
     job = _start_script({"a": 2})
     failed = replace(TRAINED, failed=TRAINING)
@@ -688,6 +762,35 @@ def test_script_that_fails_before_each_commit_ends_with_its_exit_code() -> None:
     assert why in job.messages[-1]
 
 
+def test_newcomer_that_exits_with_0_does_not_determine_the_exit_code() -> None:
+    job = _start_script({"a": 2})
+    _find(job, a=3)
+    job.consider(0.0)
+    job.exit(2, 0)
+    job.state.failures.reason = "the next commit failed 5 times: a reason"
+    job.consider(0.0)
+    assert job.over and job.state.exit_code == 1
+
+
+def test_last_loss_of_a_script_may_be_a_silent_process() -> None:
+    job = _start_script({"a": 3})
+    job.exit(2, 7)
+    job.fall_silent(1)
+    failed = replace(TRAINED, failed=TRAINING)
+    _join(job, 0, status=failed)
+    assert job.state.last_loss == (1, "process 1 on a was given up (fell silent)")
+
+
+def test_ranks_of_a_script_wait_for_a_busy_one_however_long() -> None:
+    job = _start_script({"a": 3})
+    job.exit(2, 137)
+    _join(job, 1, status=replace(TRAINED, failed=TRAINING, verdict_seconds=math.inf))
+    job.consider(36_000.0)
+    assert not job.ended and not job.over
+    _join(job, 0)
+    assert job.ranks == {0: 0, 1: 1}
+
+
 def test_script_that_is_asked_to_stop_is_ended() -> None:
     job = _start_script({"a": 2})
     job.state.stop_requested = True
@@ -695,7 +798,91 @@ def test_script_that_is_asked_to_stop_is_ended() -> None:
     assert job.state.killed_since is not None and job.state.exit_code == 75
 
 
+def test_script_that_is_asked_to_stop_ends_although_a_rank_has_finished() -> None:
+    job = _start_script({"a": 2})
+    job.exit(1, 0)
+    job.consider(100.0)
+    assert not job.over
+    job.state.stop_requested = True
+    job.consider(0.0)
+    job.exit(0, 143)
+    job.consider(0.0)
+    assert job.result == 75
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_signal_to_all_processes_of_a_script_is_a_request_to_stop(ranks: int) -> None:
+    job = _start_script({"a": ranks})
+    job.state.stop_requested = True
+    for number in range(ranks):
+        job.exit(number, 143)
+    job.consider(0.0)
+    assert job.result == 75
+
+
+def test_job_fails_if_a_rank_cannot_finish_a_script_that_ended_in_another() -> None:
+    job = SteppedDriver({"a": 2}, 2, 1, 3, TIMEOUT)
+    try:
+        job.state.horovod_script = True
+        for number in (0, 1, 0, 1):
+            job.join(number, NEW)
+            job.consider(0.0)
+        job.found = {"a": 3}
+        job.discover()
+        job.consider(0.0)
+        job.join(2, NEW)
+        job.exit(1, 0)
+        assert job.join(2, NEW) == {"rank": -1}, "a newcomer has nothing to finish"
+        job.exit(2, 0)
+        reason = "the script has ended in another process, so this one cannot finish it"
+        assert job.join(0, TRAINED) == {"rank": -1, "reason": reason}
+        job.exit(0, 1)
+        assert job.state.exit_code == 1
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("hosts", [{}, {"b": 1}])
+def test_rank_of_a_script_may_finish_before_it_leaves(hosts: dict[str, int]) -> None:
+    job = _start_script({"a": 1, **hosts})
+    _find(job, **hosts)
+    job.exit(0, 0)
+    job.consider(0.0)
+    assert job.state.ending
+    if hosts:
+        job.exit(1, 0)
+        job.consider(0.0)
+    assert job.result == 0
+
+
+@pytest.mark.parametrize("code", [2, 3, 75])
+def test_leaving_rank_of_a_script_agrees_only_with_exit_code_0(code: int) -> None:
+    job = _start_script({"a": 1, "b": 1})
+    _find(job, a=1)
+    job.exit(1, code)
+    assert job.state.rank_lost and not job.state.ending
+
+
 # --- hosts that fail -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_driver_yields_only_if_a_lost_host_may_have_the_current_state(continued: bool) -> None:
+    job = SteppedDriver({"a": 1, "b": 1}, 2, 1, 2, TIMEOUT)
+    try:
+        for number in (0, 1, 0, 1):
+            job.join(number, NEW)
+            job.consider(0.0)
+        job.exit(1, 137)
+        assert not job.driver.state_is_elsewhere({"b"}), "process 0 has the state"
+        if continued:
+            job.join(0, replace(TRAINED, failed=TRAINING))
+            job.consider(0.0)
+            job.join(0, TRAINED)
+        job.exit(0, 7)
+        assert job.driver.state_is_elsewhere({"b"}) == (not continued)
+    finally:
+        job.close()
 
 
 def _causes(job: DecidedJob) -> list[tuple[str, str]]:

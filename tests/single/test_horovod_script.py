@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from horovod.common import elastic
+import torch
+from horovod.common import basics, elastic
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.torch.elastic.state import TorchState
 
-from hvdtrain.elastic.horovod_script import ScriptProgress, States, order_gpus
-from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity
+from hvdtrain.elastic import horovod_script, watchdog
+from hvdtrain.elastic.horovod_script import ScriptProgress, ScriptRank, States, order_gpus
+from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity, ProcessStatus
+from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 
 IDENTITY = Identity("", "digest", 0, None)
 
@@ -79,6 +87,33 @@ def test_failure_before_the_state_is_synchronized_is_one_of_its_transfer(
     assert rank.progress.trained
 
 
+def test_failure_before_the_first_commit_restores_the_synchronized_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(monkeypatch)
+    model = torch.nn.Linear(1, 1)
+    rank.state = TorchState(model, batch=0)
+
+    def receive(weights: dict[str, torch.Tensor], root_rank: int) -> None:
+        for tensor in weights.values():
+            tensor.fill_(5.0 + rank.generation)
+
+    monkeypatch.setattr("horovod.torch.elastic.state.broadcast_parameters", receive)
+    monkeypatch.setattr(rank.state, "_bcast_object", lambda value: value)
+    monkeypatch.setattr(rank.state, "_rank", lambda: 0)
+    restored: list[float] = []
+    monkeypatch.setattr(rank.state, "on_reset", lambda: restored.append(model.bias.item()))
+
+    def train(state: Any) -> None:
+        model.bias.data.fill_(9.0)
+        if rank.generation == 0:
+            raise HorovodInternalError("a rank died")
+
+    rank.run(train)
+    assert restored == [5.0]
+    assert [commits for _, commits, _ in rank.statuses] == [0]
+
+
 def test_change_of_hosts_interrupts_the_next_commit_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(monkeypatch)
     interrupted: list[int] = []
@@ -101,6 +136,63 @@ def test_change_of_hosts_interrupts_the_next_commit_once(monkeypatch: pytest.Mon
     assert [failed for *_, failed in rank.statuses] == [None, None]
 
 
+def test_process_is_watched_only_while_others_wait_for_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heartbeat = Heartbeat()
+    monkeypatch.setattr(horovod_script, "HEARTBEAT", heartbeat)
+    seen: list[Activity] = []
+
+    def join(status: Any, set_aside: Any) -> dict[str, int]:
+        rank._abort()  # the same message arrives again
+        sent = json.loads(json.dumps(asdict(status())))
+        assert ProcessStatus.of(sent).verdict_seconds == math.inf, "a busy process has no limit"
+        seen.append(heartbeat.read()[1])
+        return {"local_rank": 0}
+
+    membership: Any = SimpleNamespace(join=join)
+    rank = ScriptRank(membership, 0, 0, ["script.py"])
+    rank._abort()
+    seen.append(heartbeat.read()[1])
+    rank._join()
+    seen.append(heartbeat.read()[1])
+    assert seen == [Activity.LOADING, Activity.WAITING, Activity.WAITING]
+
+
+@pytest.mark.parametrize(("starts", "attempts"), [(False, 20), (True, 1)])
+def test_init_is_repeated_only_if_horovod_did_not_start(starts: bool, attempts: int) -> None:
+    done: list[bool] = []
+
+    def start() -> None:
+        done.append(starts)
+        raise ValueError("process_sets entry number 1 is a duplicate")
+
+    horovod: Any = SimpleNamespace(is_initialized=lambda: any(done), shutdown=lambda: None)
+    membership: Any = SimpleNamespace(join=lambda status, set_aside: {"local_rank": 0})
+    with pytest.raises(ValueError, match="duplicate"):
+        ScriptRank(membership, 0, 0, ["script.py"])._init(horovod, start)
+    assert len(done) == attempts
+
+
+def test_question_for_gpus_before_init_does_not_fix_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(basics.HorovodBasics, "init", basics.HorovodBasics.init)
+    monkeypatch.setattr(elastic, "notification_manager", elastic.notification_manager)
+    monkeypatch.setattr(watchdog, "KeptWatchdog", lambda start: None)
+    monkeypatch.setattr(horovod_script, "HEARTBEAT", Heartbeat())
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "")
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK")
+    membership: Any = SimpleNamespace(
+        served=lambda: True,
+        line=SimpleNamespace(listen=lambda on_over: None),
+        launcher="",
+        hosts_changed=False,
+    )
+    ScriptRank(membership, 0, 0, ["script.py"]).install()
+    assert torch.cuda._nvml_based_avail()
+
+
 @pytest.mark.parametrize(
     ("listed", "slot", "local_rank", "gpu"),
     [
@@ -119,20 +211,44 @@ def test_local_rank_of_a_new_process_selects_the_gpu_of_its_slot(
     assert devices[local_rank] == gpu and sorted(devices) == sorted(listed.split(","))
 
 
+AS_MAIN = """\
+import atexit, os, pickle, sys, threading, time
+from neighbor import NAME
+class Local: pass
+def check(when):
+    assert type(pickle.loads(pickle.dumps(Local()))) is Local, when
+    assert sys.modules["__main__"].Local is Local, when
+    print(when, flush=True)
+def check_later():
+    while threading.main_thread().is_alive(): time.sleep(0.01)
+    check("in a thread")
+value: int = 0
+assert __annotations__["value"] is int and __name__ == "__main__" and __spec__ is None
+atexit.register(check, "at exit")
+threading.Thread(target=check_later).start()
+print(NAME, sys.argv, __file__, flush=True)
+"""
+
+
 def test_script_runs_as_under_python(tmp_path: Path) -> None:
     (tmp_path / "neighbor.py").write_text("NAME = 'a module next to the script'")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import pickle, sys\n"
-        "from neighbor import NAME\n"
-        "class Local: pass\n"
-        "pickle.loads(pickle.dumps(Local()))\n"
-        "assert __name__ == '__main__' and __file__ == sys.argv[0]\n"
-        "print(NAME, sys.argv[1:])\n"
-        "sys.exit(5)\n"
-    )
+    (tmp_path / "script.py").write_text(AS_MAIN)
+    (tmp_path / "fails.py").write_text("import sys\nsys.exit(5)\n")
     env = {name: value for name, value in os.environ.items() if "HOROVOD" not in name}
-    argv = [sys.executable, "-m", "hvdtrain.elastic.horovod_script", str(script), "--lr", "1"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env)
-    assert (done.returncode, done.stderr) == (5, "")
-    assert done.stdout == "a module next to the script ['--lr', '1']\n"
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, *argv],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=env,
+            cwd=tmp_path,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    module = ("-m", "hvdtrain.elastic.horovod_script")
+    expected = run("script.py", "--lr", "1")
+    assert expected[0] == 0 and "in a thread" in expected[1] and "at exit" in expected[1]
+    assert run(*module, "script.py", "--lr", "1") == expected
+    assert run(*module, "fails.py") == (5, "", "")

@@ -132,13 +132,14 @@ def test_replaced_rank_joins_float16_and_top_k_exchanges(
         assert abs(line["loss"] - expected["loss"]) <= 0.01 * expected["loss"] + 1e-6
 
 
-@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+@pytest.mark.parametrize("launcher", ["gloo", pytest.param("mpi", marks=pytest.mark.soak)])
 def test_hierarchical_all_reduce_is_exact(cluster: Cluster, launcher: str) -> None:
     command = [cluster.python, "-m", "tests.support.summed"]
     done = cluster.run("node1", launch(launcher, 4, command, "node1:2,node2:2"), timeout=90)
     assert done.returncode == 0 and "right on 4 ranks" in done.stdout, done
 
 
+@pytest.mark.soak
 def test_local_sgd_loses_at_most_one_period_when_ranks_are_killed(
     job: Callable[..., ElasticJob], cluster: Cluster, runs: Path
 ) -> None:

@@ -121,6 +121,7 @@ def test_preempted_run_exits_with_75_and_loses_no_step(
     assert_same_curve(running.lines(), local.metrics(undisturbed))
 
 
+@pytest.mark.soak
 def test_spot_host_with_a_notice_leaves_without_a_lost_step(
     start: Start, cluster: Cluster, runs: Path, undisturbed: Path
 ) -> None:

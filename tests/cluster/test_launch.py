@@ -87,6 +87,7 @@ def test_host_that_kills_its_ranks_is_avoided_while_another_suffices(
     assert f"node2 is suspect, but its slots are needed: {reason}" in said, said
 
 
+@pytest.mark.soak
 def test_script_without_hvdtrain_is_restarted_and_continues(cluster: Cluster, runs: Path) -> None:
     script = Path(misuse.__file__).with_name("plain_horovod.py")
     saved = runs / "saved.pt"
@@ -267,6 +268,7 @@ def test_run_continues_without_a_lost_host_and_uses_it_again(
     supervised.check_recovery(seconds, lost, record_property)
 
 
+@pytest.mark.soak
 def test_run_resumes_on_another_host_after_the_supervisors_host_dies(
     supervised: Supervised, undisturbed: list[float], record_property: Record
 ) -> None:
@@ -313,6 +315,7 @@ def test_supervisor_waits_for_enough_hosts(one_run: Supervised, undisturbed: lis
     supervised.check_curve(undisturbed)
 
 
+@pytest.mark.soak
 def test_terminated_supervisor_saves_a_checkpoint_and_exits_with_75(
     supervised: Supervised, undisturbed: list[float]
 ) -> None:

@@ -135,25 +135,10 @@ def test_script_loses_no_step_and_no_value_to_faults(
     assert end.split("END ")[1] == done.stdout.split("END ")[1].partition("\n")[0]
 
 
-IN_THE_GATE = [("policy", by_agents)]
-
-
+@pytest.mark.soak
+@pytest.mark.parametrize("start", [by_horovodrun, by_agents])
 @pytest.mark.parametrize(
-    ("name", "start"),
-    [
-        pytest.param(name, start, marks=() if (name, start) in IN_THE_GATE else pytest.mark.soak)
-        for name in (
-            "digits",
-            "elastic",
-            "ddp",
-            "imagenet",
-            "benchmark",
-            "trainer",
-            "policy",
-            "gan",
-        )
-        for start in (by_horovodrun, by_agents)
-    ],
+    "name", ["digits", "elastic", "ddp", "imagenet", "benchmark", "trainer", "policy", "gan"]
 )
 def test_ported_script_loses_no_step_when_a_rank_is_killed(
     cluster: Cluster, tmp_path: Path, name: str, start: Start

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from hvdtrain.telemetry.profile_summary import summarize
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob
 
 
+@pytest.mark.soak
 def test_killed_rank_does_not_lose_the_profiles_of_other_ranks(
     cluster: Cluster, runs: Path
 ) -> None:

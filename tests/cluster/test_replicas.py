@@ -109,6 +109,7 @@ def test_deferred_update_is_applied_once_if_state_transfer_is_aborted(
     assert running.events("start")[1]["source"] == "memory"
 
 
+@pytest.mark.soak
 def test_run_reports_the_lost_steps_if_all_holders_of_a_shard_die(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:

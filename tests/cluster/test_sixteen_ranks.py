@@ -65,7 +65,9 @@ def test_sixteen_ranks_on_two_hosts_match_one_process_bitwise(
     assert found.same and (found.steps, found.hashes) == (STEPS, 1), found.to_text()
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [("gloo", 2), ("mpi", 0)])
+@pytest.mark.parametrize(
+    ("launcher", "rank"), [("gloo", 2), pytest.param("mpi", 0, marks=pytest.mark.soak)]
+)
 def test_error_in_one_rank_ends_all_ranks_on_both_hosts(
     cluster: Cluster, runs: Path, launcher: str, rank: int
 ) -> None:

@@ -214,6 +214,7 @@ def test_job_trains_every_step_once_on_both_nodes(undisturbed: SlurmRun) -> None
 only_srun = pytest.mark.parametrize("one_job", ["srun"], indirect=True)
 
 
+@pytest.mark.soak
 @only_srun
 def test_signal_during_start_up_requeues_the_job(
     slurm: Slurm, one_job: SlurmRun, undisturbed: SlurmRun
@@ -260,6 +261,7 @@ def test_requeued_job_runs_to_its_last_step(one_job: SlurmRun, undisturbed: Slur
     _check_curve(one_job, undisturbed)
 
 
+@pytest.mark.soak
 def test_time_limit_saves_requeues_and_resumes(
     slurm: Slurm, submit: Submit, undisturbed: SlurmRun
 ) -> None:

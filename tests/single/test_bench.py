@@ -84,6 +84,7 @@ def test_overhead_bench_compares_weighted_losses_bitwise(tmp_path: Path) -> None
     assert json.loads(done.stdout)["bit_identical"] is True
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("warm_workers")
 def test_scaling_bench_measures_every_contender() -> None:
     _, metrics = _metrics("scaling", "--rounds", "1", bench=_bench_here)
@@ -144,6 +145,7 @@ def test_elastic_bench_reports_ratio_and_launcher_cpu_usage() -> None:
     assert metrics["not elastic: launcher and watchdogs"]["unit"] == "% of a core"
 
 
+@pytest.mark.soak
 def test_recovery_bench_measures_pause_and_replacement_of_killed_rank(tmp_path: Path) -> None:
     _, metrics = _metrics("recovery", "--rounds", "1", more=[f"--run.root={tmp_path}"])
     pause, of_it = metrics["pause after a kill"], metrics["of which re-initialization"]

@@ -16,7 +16,7 @@ PORTED = {
     **dict.fromkeys(["ddp", "trainer", "gan"], "torchrun"),
 }
 PRELOAD = "torch._dynamo"  # as soon as a script makes an optimizer: seconds of CPU time
-IN_THE_GATE = ("digits", "imagenet", "policy", "gan")
+IN_THE_GATE = ("policy", "gan")
 MOST_CHANGED_LINES = 15
 SHORT = [
     *("--train.steps", "12", "--telemetry.port", "0"),

@@ -61,6 +61,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
         job.kill()
 
 
+@pytest.mark.soak
 def test_run_has_one_owner_on_a_file_system_without_locks(runs: Runs) -> None:
     first = runs.start(TASK)
     runs.wait_for_more(first)

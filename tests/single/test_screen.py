@@ -77,6 +77,7 @@ def test_redirected_output_does_not_reach_the_terminal(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "a")
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_make_train_prints_few_lines_without_launcher_prefixes(tmp_path: Path) -> None:
     arguments = shlex.join([*_flags(tmp_path, 60), "--eval.every", "25"])

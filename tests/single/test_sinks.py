@@ -190,7 +190,9 @@ def silent_server() -> Iterator[str]:
 
 
 # Only the longest has more metrics than a sink keeps; how a process ends is its launcher's matter.
-@pytest.mark.parametrize(("launcher", "steps"), [("", 1100), ("mpirun:2", 30)])
+@pytest.mark.parametrize(
+    ("launcher", "steps"), [("", 1100), pytest.param("mpirun:2", 30, marks=pytest.mark.soak)]
+)
 def test_hanging_sink_does_not_block_steps_or_the_end(
     tmp_path: Path, silent_server: str, launcher: str, steps: int
 ) -> None:

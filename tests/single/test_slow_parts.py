@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support import warm
 from tests.support.job import Finished
 from tests.support.runs import start
@@ -79,6 +81,7 @@ def test_wait_for_a_hanging_rank_is_bounded(tmp_path: Path) -> None:
     assert "checkpoint: no progress; other ranks may wait for this one" in done.stderr, done
 
 
+@pytest.mark.soak
 def test_ranks_wait_for_a_rank_that_computes_slowly(tmp_path: Path) -> None:
     done = _ranks(tmp_path, "work")
     assert done.stdout.count("continues") == 2, done

@@ -329,9 +329,10 @@ def _hash_before(generations: Sequence[GenerationRecord], step: int) -> str | No
         hashes = [line.state_hash for line in generation.lines if line.step == step]
         if hashes:
             return hashes[-1]
-        if generation.start.step != step:
-            return None
-        if generation.start.state_hash is not None:
+        if generation.start.step < step:
+            return None  # it has no line of this step
+        # One that began after this step is left by a later return to a checkpoint of this step.
+        if generation.start.step == step and generation.start.state_hash is not None:
             return generation.start.state_hash
     return None
 

@@ -215,6 +215,24 @@ ALTERED = {
 }
 
 
+def test_altered_hash_is_reported_after_a_return_to_a_checkpoint(tmp_path: Path) -> None:
+    history = History(tmp_path / "run", 1, 0, 3)
+    history.launch(2)
+    history.steps(4)
+    history.recover(1, "failure", back=0)  # at step 4
+    history.crash(torn=False)
+    history.launch(1)  # from the checkpoint of step 3
+    history.recover(1, "failure", back=0)
+    assert audit(history.directory).clean
+    lines, events = _read(history.directory, "metrics"), _read(history.directory, "events")
+    starts = [event for event in events if event["event"] == "start"]
+    assert [start["step"] for start in starts] == [0, 4, 3, 3]
+    lines[2]["state_hash"], starts[3]["state_hash"] = "after step 3", "another"
+    _write(history.directory, "metrics", lines)
+    _write(history.directory, "events", events)
+    assert not audit(history.directory).clean
+
+
 @pytest.mark.parametrize("name", ALTERED)
 @settings(max_examples=25, deadline=None)
 @given(play=_histories(), at=st.integers(0, 1000))

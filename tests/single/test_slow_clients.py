@@ -63,7 +63,9 @@ def training(tmp_path: Path, port: int) -> Iterator[Job]:
 
 
 def test_slow_handshakes_do_not_exhaust_files_or_block_prometheus(training: Job, port: int) -> None:
-    (trainer,) = (p for p in psutil.Process().children(recursive=True) if str(port) in p.cmdline())
+    children = psutil.Process().children(recursive=True)
+    running = (p for p in children if p.status() != psutil.STATUS_ZOMBIE)
+    (trainer,) = (p for p in running if str(port) in p.cmdline())
     slow = [_connect(port) for _ in range(CLIENTS)]
     try:
         for _ in range(3):

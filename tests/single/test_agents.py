@@ -10,14 +10,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hvdtrain.agent import driver_file
 from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.errors import EXIT_PREEMPTED
 from tests.support.fleet import SECONDS, Fleet
-from tests.support.job import poll
+from tests.support.job import has_ended, poll
 
 
 @pytest.fixture
@@ -25,13 +24,6 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
     fleet = Fleet(tmp_path)
     yield fleet
     fleet.close()
-
-
-def _gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _forks(seconds: int = 600) -> str:
@@ -105,9 +97,9 @@ def test_nothing_outlives_a_rank(fleet: Fleet) -> None:
     assert fleet.wait_for_exit(0) == 0
     left = [int(pid) for pid in fleet.output[0, "stdout"].split()]
     assert len(left) == 2
-    poll(lambda: all(_gone(pid) for pid in left), SECONDS, f"the end of {left}")
+    poll(lambda: all(has_ended(pid) for pid in left), SECONDS, f"the end of {left}")
     other = int(fleet.wait_for_output(1, "\n"))
-    assert not _gone(other), "a process of another rank was killed"
+    assert not has_ended(other), "a process of another rank was killed"
 
 
 def test_nothing_outlives_a_killed_agent_and_another_one_starts(fleet: Fleet) -> None:
@@ -120,7 +112,7 @@ def test_nothing_outlives_a_killed_agent_and_another_one_starts(fleet: Fleet) ->
     assert fleet.wait_for_exit(0) == 128 + 9
     assert time.monotonic() - began < 1.5
     left = [int(pid) for pid in fleet.output[0, "stdout"].split()]
-    poll(lambda: all(_gone(pid) for pid in left), SECONDS, f"the end of {left}")
+    poll(lambda: all(has_ended(pid) for pid in left), SECONDS, f"the end of {left}")
     assert fleet.hub.wait_for(lambda hosts: "a" in hosts, SECONDS)
     fleet.start(1, "exit 4")
     assert fleet.wait_for_exit(1) == 4
@@ -133,7 +125,7 @@ def test_nothing_outlives_a_killed_guard(fleet: Fleet) -> None:
     fleet.pid("a", "hvdtrain-guard").kill()
     assert fleet.wait_for_exit(0) == 128 + 9
     left = [int(pid) for pid in fleet.output[0, "stdout"].split()]
-    poll(lambda: all(_gone(pid) for pid in left), SECONDS, f"the end of {left}")
+    poll(lambda: all(has_ended(pid) for pid in left), SECONDS, f"the end of {left}")
 
 
 def test_processes_survive_a_broken_connection(fleet: Fleet) -> None:
@@ -164,7 +156,7 @@ def test_stopped_agent_loses_its_host_and_ends_old_processes_on_return(fleet: Fl
     assert any("no message for 3 s; its 1 rank is lost" in s.replace(")", "") for s in fleet.said)
     agent.resume()
     assert fleet.hub.wait_for(lambda hosts: "a" in hosts, SECONDS)
-    assert _gone(rank), "the slot was offered while its old process existed"
+    assert has_ended(rank), "the slot was offered while its old process existed"
 
 
 def test_agent_without_driver_ends_its_ranks_and_exits_with_75(tmp_path: Path) -> None:
@@ -192,7 +184,7 @@ def test_agents_move_to_a_driver_that_replaces_theirs(fleet: Fleet) -> None:
     first._call(first._socket.close)
     first._loop.call_soon_threadsafe(first._loop.stop)
     assert fleet.hub.wait_for(lambda hosts: "a" in hosts, SECONDS)
-    assert _gone(rank), "the new driver does not know it"
+    assert has_ended(rank), "the new driver does not know it"
 
 
 def test_all_agents_exit_with_the_code_of_the_job(fleet: Fleet) -> None:
@@ -202,7 +194,7 @@ def test_all_agents_exit_with_the_code_of_the_job(fleet: Fleet) -> None:
     rank = int(fleet.wait_for_output(0, "\n"))
     fleet.hub.finish(3)
     assert [fleet.exit_code(host) for host in "ab"] == [3, 3]
-    assert _gone(rank)
+    assert has_ended(rank)
 
 
 @pytest.mark.parametrize("target", ["hvdtrain-keeper", "hvdtrain-agent"])

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from packaging.version import Version
 
@@ -20,6 +19,7 @@ from hvdtrain.horovod_wheel.diagnose import diagnose
 from hvdtrain.horovod_wheel.process import BuildError, TimedOutError, run_logged
 from hvdtrain.launch import mpi
 from hvdtrain.launch.commands import horovodrun
+from tests.support.job import has_ended, poll
 
 # Excerpts from logs of real builds without the program or package in question.
 LOGS = Path(__file__).with_name("build_logs")
@@ -406,7 +406,7 @@ def test_hanging_command_times_out_and_its_children_are_killed(tmp_path: Path) -
     script = f"sleep 300 & echo $! > {child}; echo busy; wait"
     with pytest.raises(TimedOutError, match="took more than 1 s: busy"):
         run_logged(["sh", "-c", script], tmp_path / "log", timeout=1.0)
-    _wait_for_end(int(child.read_text()))
+    poll(lambda: has_ended(int(child.read_text())), 5, "the end of the child")
 
 
 def test_terminated_build_kills_its_compilers(tmp_path: Path) -> None:
@@ -427,17 +427,9 @@ def test_terminated_build_kills_its_compilers(tmp_path: Path) -> None:
             time.sleep(0.05)
         build.terminate()
         assert build.wait(30.0) == 143
-        _wait_for_end(int(child.read_text()))
+        poll(lambda: has_ended(int(child.read_text())), 5, "the end of the child")
     finally:
         build.kill()
-
-
-def _wait_for_end(pid: int) -> None:
-    """Wait for the end of a process that received its signal."""
-    deadline = time.monotonic() + 5.0
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.02)
 
 
 def test_check_exits_with_2_if_horovod_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

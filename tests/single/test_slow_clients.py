@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hvdtrain.errors import EXIT_PREEMPTED
@@ -22,7 +21,7 @@ from hvdtrain.telemetry import bounded_server
 from hvdtrain.telemetry.bounded_server import BoundedConnections
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter
-from tests.support.job import Job, poll
+from tests.support.job import Job, poll, running_children
 from tests.support.runs import start
 
 HOST = "127.0.0.1"
@@ -63,9 +62,7 @@ def training(tmp_path: Path, port: int) -> Iterator[Job]:
 
 
 def test_slow_handshakes_do_not_exhaust_files_or_block_prometheus(training: Job, port: int) -> None:
-    children = psutil.Process().children(recursive=True)
-    running = (p for p in children if p.status() != psutil.STATUS_ZOMBIE)
-    (trainer,) = (p for p in running if str(port) in p.cmdline())
+    (trainer,) = running_children(lambda process: str(port) in process.cmdline())
     slow = [_connect(port) for _ in range(CLIENTS)]
     try:
         for _ in range(3):

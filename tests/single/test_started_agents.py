@@ -17,7 +17,7 @@ from hvdtrain.agent.hub import Hub
 from hvdtrain.agent.invitation import Invitation
 from hvdtrain.agent.started import StartedAgents
 from hvdtrain.errors import UserError
-from tests.support.job import poll
+from tests.support.job import has_ended, poll, running_children
 
 SECONDS = 20
 
@@ -67,10 +67,7 @@ class Fleet:
         return self.codes[number]
 
     def keepers(self) -> list[psutil.Process]:
-        """Those that run; other tests of this process may have left some unreaped."""
-        own = psutil.Process().children(recursive=True)
-        named = [p for p in own if p.name() == "hvdtrain-keeper"]
-        return [p for p in named if p.status() != psutil.STATUS_ZOMBIE]
+        return running_children(lambda process: process.name() == "hvdtrain-keeper")
 
     def close(self) -> None:
         self.hub.finish(0)
@@ -130,7 +127,7 @@ def test_killed_agent_ends_its_processes_and_another_one_starts(
     agent.kill()
     assert job.wait_for_exit(0) == 255
     rank = int(job.output)
-    poll(lambda: not psutil.pid_exists(rank), 5, "the end of the rank")
+    poll(lambda: has_ended(rank), 5, "the end of the rank")
     job.start(1, "exit 5")
     assert job.wait_for_exit(1) == 5
 

@@ -131,5 +131,26 @@ def poll(condition: Callable[[], bool], timeout: float, what: str) -> None:
         time.sleep(0.05)
 
 
+def running_children(matches: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    """Matching processes below this one that have not ended.
+
+    Other tests of this process may have left some that end meanwhile, or that nobody waited for.
+    """
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and matches(process):
+                found.append(process)
+    return found
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, even if its parent has not waited for it yet."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def _read(file: Path) -> str:
     return file.read_text(errors="replace")

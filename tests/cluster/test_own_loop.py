@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.audit.report import audit
-from tests.support import namespaces, runs
+from tests.support import namespaces, runs, warm
 from tests.support.cluster import Cluster
 from tests.support.job import Finished, Job, poll
 from tests.support.scripts import misuse
@@ -49,9 +49,8 @@ def cluster() -> Iterator[Cluster]:
 
 def alone(root: Path, command: list[str]) -> Finished:
     """Run a script in one process, as run `a`."""
-    python, *rest = command
-    argv = [*rest, "--run.root", str(root), "--run.id", "a"]
-    done = runs.start(root, argv, command=[python]).wait(SECONDS)
+    argv = [*command[1:], "--run.root", str(root), "--run.id", "a"]
+    done = runs.start(root, argv, command=[warm.python(1)]).wait(SECONDS)
     assert done.returncode == 0, done
     return done
 
@@ -86,7 +85,7 @@ def train_with_faults(
     The run must end with `code`, and have continued on fewer ranks.
     """
     root = cluster.shared / f"{Path(command[1]).stem}-{start.__name__}"
-    jobs = start(cluster, [*command, "--run.root", str(root), "--run.id", "a"])
+    jobs = start(cluster, [cluster.forked, *command, "--run.root", str(root), "--run.id", "a"])
     metrics = root / "a" / "metrics.jsonl"
 
     def steps() -> int:
@@ -175,7 +174,7 @@ class ElasticScript:
         until = "state.batch < 40 or hvd.size() < 3 or state.batch % 10 < 5"
         text = text.replace("state.batch < 200", until)
         self.path.write_text(text)
-        self.command = [sys.executable, str(self.path)]
+        self.command = [cluster.forked, sys.executable, str(self.path)]
 
     def processes(self, host: str) -> list[int]:
         found = self.cluster.processes(host, f"-m hvdtrain.elastic.horovod_script {self.path}")

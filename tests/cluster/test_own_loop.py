@@ -28,7 +28,7 @@ FLAGS = [
     *("--telemetry.port", "0", "--exchange.name", "exact", "--runtime.threads", "1"),
     *("--checkpoint.every", "1000"),
 ]
-SIZES = ["--train.steps", "60", "--batch.global_size", "12", "--batch.micro_size", "2"]
+SIZES = ["--train.steps", "90", "--batch.global_size", "12", "--batch.micro_size", "2"]
 PACE = 0.15  # seconds of pause in each step
 SECONDS = 120
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HVDTRAIN_TEST_PACE": str(PACE)}
@@ -82,17 +82,18 @@ def train_with_faults(
 ) -> tuple[Path, Finished]:
     """Send a signal to a rank of a host once that many steps are done; return run and output.
 
-    The run must end with `code`, and have continued on fewer ranks.
+    All ranks train then. The run must end with `code`, and have continued on fewer ranks.
     """
     root = cluster.shared / f"{Path(command[1]).stem}-{start.__name__}"
     jobs = start(cluster, [cluster.forked, *command, "--run.root", str(root), "--run.id", "a"])
     metrics = root / "a" / "metrics.jsonl"
 
-    def steps() -> int:
-        return metrics.read_text().count("\n") if metrics.exists() else 0
+    def trained(step: int) -> bool:
+        lines = runs.metrics(root / "a") if metrics.exists() else []
+        return len(lines) >= step and lines[-1]["world_size"] == 3
 
     for host, step, number in faults:
-        poll(lambda: steps() >= step, SECONDS, f"{step} steps: {jobs[0].output()}")  # noqa: B023
+        poll(lambda: trained(step), SECONDS, f"{step} steps: {jobs[0].output()}")  # noqa: B023
         found = [
             process
             for process in cluster.processes(host)

@@ -178,8 +178,9 @@ class ElasticScript:
         self.command = [cluster.forked, sys.executable, str(self.path)]
 
     def processes(self, host: str) -> list[int]:
-        found = self.cluster.processes(host, f"-m hvdtrain.elastic.horovod_script {self.path}")
-        return [process.pid for process in found]
+        rank = rf"\S*python\S* -m hvdtrain\.elastic\.horovod_script {self.path}"
+        found = self.cluster.processes(host)
+        return [process.pid for process in found if re.match(rank, process.command)]
 
     def wait_for(self, job: Job, sizes: list[int]) -> None:
         """Wait until batches were computed on these numbers of ranks, one after another."""

@@ -256,11 +256,10 @@ class Cluster:
 
     @property
     def forked(self) -> str:
-        """A command that precedes `python -m MODULE` on any host: its ranks start immediately."""
+        """On every host, a command that precedes `python -m MODULE`, see warm.prefix."""
         path = self._directory.path / "forked"
         if not path.exists():
-            path.write_text(f'#!/bin/sh\nshift\nexec {self.python} "$@"\n')
-            path.chmod(0o755)
+            warm.write_prefix(path, self.python)
         return str(path)
 
     def run(

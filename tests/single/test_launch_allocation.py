@@ -119,6 +119,7 @@ def local_run(tmp_path: Path) -> Iterator[LocalRun]:
     run.job.kill()
 
 
+@pytest.mark.slow
 def test_signals_save_and_end_the_run_or_end_it_at_once(local_run: LocalRun) -> None:
     local_run.wait_for_steps(3)
     local_run.job.send(signal.SIGTERM)
@@ -144,6 +145,7 @@ def _drivers(run: LocalRun) -> list[psutil.Process]:
     return [process for process in every if process.name() == DRIVER_NAME]
 
 
+@pytest.mark.slow
 def test_task_exits_with_the_code_of_the_run_although_its_driver_is_killed(tmp_path: Path) -> None:
     run = LocalRun(tmp_path)
     run.start("--train.steps", "250")
@@ -160,6 +162,7 @@ def test_task_exits_with_the_code_of_the_run_although_its_driver_is_killed(tmp_p
     assert run.steps() == 250
 
 
+@pytest.mark.slow
 def test_nothing_of_a_host_outlives_its_task(tmp_path: Path) -> None:
     run = LocalRun(tmp_path, fresh=True)
     run.start()
@@ -175,6 +178,7 @@ def test_nothing_of_a_host_outlives_its_task(tmp_path: Path) -> None:
         run.job.kill()
 
 
+@pytest.mark.slow
 def test_second_start_joins_the_run_only_with_the_same_command(local_run: LocalRun) -> None:
     local_run.wait_for_steps(1)
     same, other = local_run.launch("same"), local_run.launch("other", "--seed", "2")

@@ -105,14 +105,14 @@ class Mixture(Dataset[tuple[Any, int]]):
         return _Interleaved({name: sources[name] for name in self.names}, first)
 
     def losses(
-        self, sums: Tensor, counts: Tensor | float, sources: Tensor
+        self, sums: Tensor, sources: Tensor, counts: Tensor | float = 1.0
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """The loss of each source as (sum, weight), for the metrics `metrics` of a task.
 
         Args:
-            sums: (batch,), the loss of each sample; or its sum over the sample's tokens.
-            counts: (batch,) or a number, the weight of each sample: 1; or its number of tokens.
+            sums: (batch,), the loss of each sample, or its sum over the sample's tokens.
             sources: (batch,), the source of each sample, as in the batch.
+            counts: (batch,) or a number, the weight of each sample, such as its number of tokens.
         """
         sums = sums.detach().double()
         weights = torch.ones_like(sums) * counts

@@ -129,7 +129,7 @@ class LanguageModel:
         found: dict[str, Any] = {}
         found["loss"] = loss = model.loss(tokens, targets, documents, of_samples)
         if self._mixture is not None and of_samples is not None:
-            found |= self._mixture.losses(of_samples, targets.shape[1], sources)
+            found |= self._mixture.losses(of_samples, sources, targets.shape[1])
         if model.training or self._token_bytes is None:
             return found
         sizes = self._token_bytes.to(targets.device)[targets]

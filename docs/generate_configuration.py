@@ -111,7 +111,7 @@ def table(owner: type, prefix: str, task_defaults: Defaults) -> Iterator[str]:
     """
     said, hints, defaults = descriptions(owner), get_type_hints(owner), owner()
     yield "\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
-    for field in fields(owner):
+    for field in (field for field in fields(owner) if field.init):
         value, key = getattr(defaults, field.name), f"{prefix}{field.name}"
         if not is_dataclass(value):
             default = code(value)
@@ -149,7 +149,9 @@ def kind(hint: Any) -> str:
         return " or ".join(kind(argument) for argument in arguments)
     if hint is types.NoneType:
         return "null"
-    return str(hint) if arguments else str(hint.__name__)
+    if origin is not None and arguments:
+        return f"{origin.__name__}[{', '.join(map(kind, arguments))}]"
+    return str(hint.__name__)
 
 
 if __name__ == "__main__":

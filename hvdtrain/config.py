@@ -276,7 +276,9 @@ def _task_name(argv: Sequence[str], contents: Iterable[Mapping[str, Any]]) -> st
 
 
 def _known_keys(parser: ArgumentParser) -> set[str]:
-    return {option[2:] for option in parser._option_string_actions if option.startswith("--")}
+    options = {option[2:] for option in parser._option_string_actions if option.startswith("--")}
+    # Of a dictionary of dataclasses, such as data.mixture, whose keys are not known.
+    return {option for option in options if not option.endswith(".help")}
 
 
 def _check_keys(keys: Iterable[str], known: set[str], where: str) -> None:

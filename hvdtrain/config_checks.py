@@ -216,6 +216,9 @@ CHECKS: tuple[Check, ...] = (
         "batch.max_tokens",
         "memory.fit finds batch.micro_size, which batch.max_tokens replaces: set only one of them",
     ),
+    _excludes(
+        "batch.max_tokens", "loader.order sequential", "samples are grouped by length over all data"
+    ),
     _requires(
         "optim.scale_lr",
         "batch.per_rank_size",

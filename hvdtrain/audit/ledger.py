@@ -19,6 +19,7 @@ from typing import Any
 
 from hvdtrain.checkpoint.layout import finished, step_of
 from hvdtrain.data.buckets import Buckets
+from hvdtrain.data.order import Order, build_order, check_specification
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line, read_lines
 from hvdtrain.run_files.run_directory import RunDirectory, configured
@@ -41,6 +42,7 @@ class StartEvent:
         sync_every: local steps of a rank until all ranks have one state again; 0 = none.
         per_step: micro-batches per step, with `buckets`.
         buckets: with batch.max_tokens, see data/buckets.py.
+        order: specification of the order of samples, see data/order.py; None: shuffled.
         log_every: steps between lines of metrics; 0: an older version, see manifest.json.
         applied: steps applied to the tensors of the state; older runs did not write it.
         lost_step: the step whose state was lost with the ranks that held it, if any.
@@ -67,6 +69,7 @@ class StartEvent:
     sync_every: int = 0
     per_step: int = 0
     buckets: list[list[int]] | None = None
+    order: dict[str, Any] | None = None
     log_every: int = 0
     applied: int | None = None
     lost_step: int | None = None
@@ -88,17 +91,25 @@ class StartEvent:
                 raise ValueError(f"buckets has {shown(bucket)}")
             for count in bucket:
                 _in_range("buckets", count, 1, _MOST_STEPS)
+        if self.order is not None and check_specification(self.order) != self.dataset_size:
+            raise ValueError(f"dataset_size is {self.dataset_size}, but the order has another size")
 
     @cached_property
-    def order(self) -> Buckets | None:
+    def micro_batches(self) -> Buckets | None:
         """Order of micro-batches by length."""
         return Buckets(self.buckets, self.seed) if self.buckets else None
 
+    @cached_property
+    def samples_in_order(self) -> Order:
+        """Order of samples, without `buckets` and `own_order`."""
+        specification = self.order or {"size": self.dataset_size}
+        return build_order(specification, self.seed, self.global_size)
+
     def samples_at(self, step: int) -> int:
         """Number of samples that the run has used after `step` steps."""
-        if self.order is None:
+        if self.micro_batches is None:
             return step * self.global_size
-        return self.order.samples_before(step * self.per_step)
+        return self.micro_batches.samples_before(step * self.per_step)
 
 
 @dataclass(frozen=True)

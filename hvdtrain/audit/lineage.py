@@ -19,13 +19,14 @@ import numpy as np
 
 from hvdtrain.audit.ledger import GenerationRecord, Ledger, MetricsLine, StartEvent
 from hvdtrain.data.buckets import Buckets
-from hvdtrain.data.order import Indices, permute
+from hvdtrain.data.order import Indices, Order, same_until
 
 # Values of start events that must not change during a run.
 _IDENTITY = ("seed", "global_size", "dataset_size", "fingerprint", "per_step", "buckets")
 _NORMAL_EXITS = (0, 75)
 # Positions whose samples are computed: takes about a second.
 LIMIT = 1 << 21
+_TOGETHER = 1 << 12  # consecutive positions among those
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def trace(ledger: Ledger) -> Lineage:
         lineage.wrong("ledger", f"the generation of steps {ledger.strays} has no start event")
     rollbacks = _rollback_steps(generations)
     for number, generation in enumerate(generations):
-        _check_start(lineage, generations[0], generation, number)
+        _check_start(lineage, generations, number)
         _check_lines(lineage, generation, number, rollbacks[number])
         stops = {before.early_stop for before in generations[: number + 1]}
         _check_end(lineage, generation, number, stops)
@@ -137,10 +138,9 @@ def _rollback_steps(generations: list[GenerationRecord]) -> list[int | None]:
     return result[::-1]
 
 
-def _check_start(
-    lineage: Lineage, first: GenerationRecord, generation: GenerationRecord, number: int
-) -> None:
-    start = generation.start
+def _check_start(lineage: Lineage, generations: Sequence[GenerationRecord], number: int) -> None:
+    start, first = generations[number].start, generations[0]
+    before = generations[max(number - 1, 0)]
     if start.generation != number:
         lineage.wrong(
             "ledger",
@@ -155,6 +155,12 @@ def _check_start(
             lineage.wrong(
                 "identity", f"generation {number}: {name} is {now}, in generation 0 it was {was}"
             )
+    if not same_until(start.step, start.order or {}, before.start.order or {}):
+        lineage.wrong(
+            "identity",
+            f"generation {number} begins at step {start.step}, before which its order of samples "
+            "differs from the order of the previous generation",
+        )
     if start.samples != start.samples_at(start.step):
         lineage.wrong(
             "samples",
@@ -362,27 +368,29 @@ class OrderCheck:
         return self.checked == self.stop - self.start
 
 
-def check_order(start: int, stop: int, size: int, seed: int, limit: int = LIMIT) -> OrderCheck:
+def check_order(order: Order, start: int, stop: int, limit: int = LIMIT) -> OrderCheck:
     """Compute the samples of up to about `limit` positions and look for repetitions.
 
-    If there are more positions, check evenly spaced epochs, and evenly spaced positions in each of
-    them.
+    If there are more positions, check evenly spaced epochs, and evenly spaced runs of positions in
+    each of them.
 
     Args:
-        start, stop: positions of the run, stop not included.
-        size: samples in the dataset, >= 1.
-        seed: the seed of the run.
+        order: of the run, or of a source of its mixture.
+        start, stop: positions in the order, stop not included.
     """
+    size = order.size
     epochs = range(start // size, -(-stop // size))
     spread = epochs[:: -(-len(epochs) * min(size, limit) // limit) or 1]
     checked, repeated = 0, []
     for epoch in spread:
         first, last = max(start, epoch * size), min(stop, (epoch + 1) * size)
-        positions = np.arange(first, last, -(-(last - first) // limit) or 1, dtype=np.int64)
-        samples = permute(positions - epoch * size, size, seed, epoch)
+        together = min(limit, _TOGETHER)
+        every = -(-(last - first) // limit) * together
+        runs = [order.samples(at, min(at + together, last)) for at in range(first, last, every)]
+        samples = np.concatenate(runs)
         if _repeats(samples, size):
             repeated.append(epoch)
-        checked += len(positions)
+        checked += len(samples)
     return OrderCheck(start, stop, size, checked, repeated)
 
 

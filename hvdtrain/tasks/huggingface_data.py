@@ -94,6 +94,8 @@ def _packed(config: HuggingFaceTaskConfig, directory: ModelDirectory, context: i
     data = config.data
     if data.document_mask:
         raise UserError("data.document_mask is for the task language_model")
+    if data.mixture:
+        raise UserError("data.mixture is for the task language_model")
     tokenizer = None if data.source == "tokens" else _read_tokenizer(config, directory)
     packed = read_packed(data, tokenizer)
     if tokenizer is None:

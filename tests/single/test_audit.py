@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hvdtrain import cli
 from hvdtrain.audit.lineage import check_order
 from hvdtrain.audit.report import audit
+from hvdtrain.data.order import ShuffledOrder
 from hvdtrain.errors import UserError
 from tests.support.history import SIZE, TOTAL, History
 from tests.support.runs import TINY, start
@@ -455,7 +456,7 @@ def test_run_started_from_another_runs_checkpoint_is_clean(tmp_path: Path) -> No
     found = audit(history.directory)
     assert found.clean and not found.lineage.findings, found.to_text()
     assert "Steps 21 to 29 " in found.to_text()
-    assert (found.order.start, found.order.stop) == (200, 290)
+    assert (found.orders[""].start, found.orders[""].stop) == (200, 290)
 
 
 def test_report_lists_healed_ranks_failed_saves_and_skipped_steps(history: History) -> None:
@@ -489,18 +490,19 @@ def test_unclean_run_exits_with_1(history: History, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("limit", [7, 64, 1000, 10**6])
 def test_order_check_examines_at_most_twice_its_limit(limit: int) -> None:
-    check = check_order(100, 5000, 130, seed=3, limit=limit)
+    check = check_order(ShuffledOrder(130, seed=3), 100, 5000, limit)
     assert not check.repeated and 0 < check.checked <= 2 * limit
     assert check.all_checked == (limit >= 5000)
 
 
 def test_repeated_samples_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.audit.lineage.permute", lambda p, size, seed, epoch: p // 2)
-    assert check_order(100, 391, 130, seed=3).repeated == [0, 1, 2]
-    monkeypatch.setattr("hvdtrain.audit.lineage.permute", lambda p, size, seed, epoch: p + 1)
-    assert check_order(100, 390, 130, seed=3).repeated == [0, 1, 2]
+    order = ShuffledOrder(130, seed=3)
+    monkeypatch.setattr("hvdtrain.data.order.permute", lambda p, size, seed, epoch: p // 2)
+    assert check_order(order, 100, 391).repeated == [0, 1, 2]
+    monkeypatch.setattr("hvdtrain.data.order.permute", lambda p, size, seed, epoch: p + 1)
+    assert check_order(order, 100, 390).repeated == [0, 1, 2]
 
 
 def test_order_check_of_a_huge_dataset_is_bounded() -> None:
-    check = check_order(0, 3 * 10**9, 10**9, seed=3, limit=10**5)
+    check = check_order(ShuffledOrder(10**9, seed=3), 0, 3 * 10**9, limit=10**5)
     assert 0 < check.checked <= 2 * 10**5 and not check.repeated

@@ -188,14 +188,16 @@ def _find_uneven_shards(config: Any) -> str:
     )
 
 
+_NO_COPIES = "if each rank holds the whole model, any rank that is left continues without copies"
+
+
 def _find_needless_copies(config: Any) -> str:
     memory, parallel = config.checkpoint.memory, config.parallel
     if not memory.every or parallel.spans_ranks or parallel.zero:
         return ""
     return (
-        f"checkpoint.memory.every {memory.every} requires a model that spans ranks "
-        "(parallel.tensor, pipeline, context or shard): here each rank holds the whole model, and "
-        "any rank that is left continues without copies"
+        f"checkpoint.memory.every {memory.every} requires parallel.tensor, pipeline, context or "
+        f"shard above 1: {_NO_COPIES}"
     )
 
 
@@ -380,7 +382,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "`checkpoint.memory.every` requires a degree of `parallel` above 1",
-        "if each rank holds the whole model, any rank that is left continues without copies",
+        _NO_COPIES,
         _find_needless_copies,
     ),
     # the exporter

@@ -14,8 +14,8 @@ class MemoryCopiesConfig:
     Args:
         every: steps between copies, and the most steps that are repeated after the loss of all
             ranks that hold a shard; 0 = no copies
-        copies: hosts other than a rank's own that hold a copy of its shard: the loss of so many
-            hosts at once loses no shard
+        copies: hosts that hold a copy of a rank's shard, in addition to the rank's own host; as
+            many hosts may be lost at once
     """
 
     every: int = 0

@@ -270,8 +270,17 @@ class MemoryCopies:
         self._buddies: list[Address] = []
         self._sending: concurrent.futures.Future[None] | None = None
 
-    def listen(self, address: str) -> int:
-        """Accept copies of other ranks on an address of this host; return the port."""
+    def begin(self, claim: str, step: int, address: str) -> int:
+        """Begin a generation: accept copies of its ranks; return the port.
+
+        Args:
+            claim: of the generation; all its ranks have the same.
+            step: step at which it begins: the run has left the states of later steps.
+            address: of this host, on which this process listens from its first generation on.
+        """
+        self.store.drop(lambda at: at > step)
+        self.complete_step = min(self.complete_step, step)
+        self.store.claim = claim
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(
@@ -282,18 +291,9 @@ class MemoryCopies:
             self._port = server.sockets[0].getsockname()[1]
         return self._port
 
-    def begin(self, claim: str, step: int, buddies: Sequence[Address]) -> None:
-        """Begin a generation.
-
-        Args:
-            claim: of the generation; all its ranks have the same.
-            step: step at which it begins: the run has left the states of later steps.
-            buddies: where the ranks listen that keep copies of this rank's shard.
-        """
-        self.store.drop(lambda at: at > step)
-        self.complete_step = min(self.complete_step, step)
+    def send_to(self, buddies: Sequence[Address]) -> None:
+        """Send copies of this generation to ranks that listen there, all of which have begun it."""
         self._buddies = [*buddies]
-        self.store.claim = claim
 
     def leave(self) -> None:
         """End a generation: send and accept no more copies. The copies are kept."""

@@ -91,9 +91,9 @@ def _wait(condition: Callable[[], bool]) -> None:
 def pair() -> Iterator[tuple[MemoryCopies, MemoryCopies]]:
     """Two processes' copies; each is the other's buddy in generation "first" from step 0 on."""
     both = MemoryCopies(b"secret"), MemoryCopies(b"secret")
-    ports = [copies.listen("127.0.0.1") for copies in both]
+    ports = [copies.begin("first", 0, "127.0.0.1") for copies in both]
     for copies, port in zip(both, reversed(ports), strict=True):
-        copies.begin("first", 0, [("127.0.0.1", port)])
+        copies.send_to([("127.0.0.1", port)])
     yield both
     for copies in both:
         copies.leave()
@@ -142,10 +142,10 @@ def test_damaged_copy_is_found_and_dropped(pair: tuple[MemoryCopies, ...]) -> No
 
 def test_copies_of_another_generation_or_job_are_refused(pair: tuple[MemoryCopies, ...]) -> None:
     stranger, late = MemoryCopies(b"another secret"), MemoryCopies(b"secret")
-    receiver, port = pair[0], pair[0].listen("127.0.0.1")
+    receiver, port = pair[0], pair[0].begin("first", 0, "127.0.0.1")
     for sender, claim in ((stranger, "first"), (late, "earlier")):
-        sender.listen("127.0.0.1")
-        sender.begin(claim, 0, [("127.0.0.1", port)])
+        sender.begin(claim, 0, "127.0.0.1")
+        sender.send_to([("127.0.0.1", port)])
         sender.take(_shard(1, 5), 0.0, None)
         sender.wait(0.5)
         assert sender.unverified
@@ -158,7 +158,7 @@ def test_copy_is_sent_again_until_the_buddy_accepts_it(pair: tuple[MemoryCopies,
     pair[0].take(_shard(0, 5), 0.0, None)
     pair[0].wait(0.3)
     assert pair[0].unverified
-    pair[1].begin("first", 0, [])
+    pair[1].begin("first", 0, "127.0.0.1")
     _wait(lambda: not pair[0].unverified)
     assert pair[1].store.held() == [(0, 5)]
 
@@ -169,7 +169,7 @@ def test_generation_drops_copies_of_steps_that_the_run_has_left(
     for step in (5, 10):
         _take(pair[0], _shard(0, step))
     pair[0].leave()
-    pair[0].begin("second", 7, [])
+    pair[0].begin("second", 7, "127.0.0.1")
     assert pair[0].store.held() == [(0, 5)]
 
 

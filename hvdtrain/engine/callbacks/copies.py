@@ -54,9 +54,10 @@ class KeepCopies(Callback):
         self._warned = False
         topology = context.mesh.topology
         address = own_address(topology)[0]
-        listening = gather_json([address, copies.listen(address)], "copies.listening")
+        port = copies.begin(context.claim, step, address)
+        listening = gather_json([address, port], "copies.listening")
         keepers = buddies(topology.hosts, topology.rank, config.copies)
-        copies.begin(context.claim, step, [(*listening[keeper],) for keeper in keepers])
+        copies.send_to([(*listening[keeper],) for keeper in keepers])
         agreement.unready = self._unready
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:

@@ -179,14 +179,14 @@ def _copying(app: AppLoop, steps: int, rounds: int) -> dict[str, Any]:
                 copies.take(shard, seconds / steps, complete)
                 taken += 1
             app.run(min(COPY_EVERY, steps - start))
-        took = time.perf_counter() - begin
+        took, stalled = time.perf_counter() - begin, copies.stall_seconds - stalled
         copies.wait(COPY_SECONDS)
         if copies.unverified:
             raise UserError("a copy in memory was not verified in time")
         if turn >= 0:
             result["not_copying"].append(seconds)
             result["copying"].append(took)
-            result["copy_stall"].append((copies.stall_seconds - stalled) / taken)
+            result["copy_stall"].append(stalled / taken)
             result["copy"].append(copies.seconds)
     return result
 

@@ -232,23 +232,27 @@ class Generation:
     def _someone_trained(self) -> bool:
         return any(status.trained for status in self._statuses)
 
-    def _check_memory(self) -> None:
-        """Check that all hosts have the memory for copies of shards, if they are configured."""
-        found = self._components.strategy.copies(self._components.state)
+    def _shard_bytes(self) -> int:
+        """Size of a copy of this rank's shard for checkpoint.memory; 0: it keeps no copies."""
+        state = self._components.state
+        found = self._components.strategy.copies(state)
         if found is None:
-            return
-        from hvdtrain.engine.callbacks.copies import describe_memory
-
-        state, config = self._components.state, self._config
+            return 0
         size = sum(t.nbytes for t in found[1]().tensors.values())
         if not state.progress.step:  # the optimizer's state does not exist yet
             trained = self._components.exchange.parameters
             size += _OPTIMIZER_VALUES * sum(local(p).nbytes for p in trained)
-        new = not self._someone_trained()
-        on_all_ranks(
-            "checkpoint.memory",
-            lambda: describe_memory(config.checkpoint.memory, self._topology, size, refuses=new),
-        )
+        return size
+
+    def _check_memory(self) -> None:
+        """Check on all ranks of a new run that the hosts have the memory for copies of shards."""
+        size = self._shard_bytes()
+        if not size or self._someone_trained():
+            return
+        from hvdtrain.engine.callbacks.copies import check_memory
+
+        config = self._config.checkpoint.memory
+        on_all_ranks("checkpoint.memory", lambda: check_memory(config, self._topology, size))
 
     # --- the run on disk ------------------------------------------------------
 
@@ -361,6 +365,10 @@ class Generation:
             persistent.recent,
         )
         callbacks = build_callbacks(self._config, self._components, outputs, context)
+        if cause.name == "launch" and (size := self._shard_bytes()):
+            from hvdtrain.engine.callbacks.copies import log_memory
+
+            log_memory(self._config.checkpoint.memory, self._topology, size)
         membership = self._launched.membership
         interruptions = Interruptions(
             self._launched.stop,

@@ -122,40 +122,44 @@ def export(exporter: Exporter, copies: MemoryCopies) -> None:
     )
 
 
-def describe_memory(
-    config: MemoryCopiesConfig, topology: Topology, shard_bytes: int, refuses: bool
-) -> None:
-    """Log the host memory that copies need, and check that this host has it.
+def memory_of_a_rank(
+    config: MemoryCopiesConfig, topology: Topology, rank: int, shard_bytes: int
+) -> int:
+    """Return the bytes of host memory in which a rank keeps copies.
 
     Args:
-        shard_bytes: size of a copy of a shard.
-        refuses: raise an error; otherwise only warn.
-
-    Raises:
-        UserError: the host has too little memory.
+        shard_bytes: size of a copy of a shard; all ranks' shards are about equal.
     """
     keepers = [buddies(topology.hosts, r, config.copies) for r in range(topology.world_size)]
-    kept = 1 + sum(topology.rank in each for each in keepers)
-    need = _KEPT * kept * shard_bytes
-    neighbors = len(topology.ranks_by_host()[topology.host])
+    return _KEPT * shard_bytes * (1 + sum(rank in each for each in keepers))
+
+
+def check_memory(config: MemoryCopiesConfig, topology: Topology, shard_bytes: int) -> None:
+    """Check that this host has the memory for its ranks' copies; arguments as above.
+
+    Raises:
+        UserError: it does not.
+    """
+    ranks = topology.ranks_by_host()[topology.host]
+    need = sum(memory_of_a_rank(config, topology, rank, shard_bytes) for rank in ranks)
     free = machine.free_memory()
-    if topology.rank == 0:
-        where = "another host" if len(topology.ranks_by_host()) > 1 else "another rank of this host"
-        logger.info(
-            "checkpoint.memory.every %d: a copy of %.0f MiB per rank, on %s too; up to %.0f MiB of "
-            "host memory per rank",
-            config.every,
-            shard_bytes / _MIB,
-            where,
-            need / _MIB,
+    if need > free:
+        raise UserError(
+            f"checkpoint.memory: copies in memory need {need / _MIB:.0f} MiB on {topology.host}, "
+            f"which has {free / _MIB:.0f} MiB free: lower checkpoint.memory.copies, or set "
+            "checkpoint.memory.every 0"
         )
-    if need * neighbors <= free:
+
+
+def log_memory(config: MemoryCopiesConfig, topology: Topology, shard_bytes: int) -> None:
+    """Log on rank 0 the memory that copies need; arguments as above."""
+    if topology.rank != 0:
         return
-    message = (
-        f"checkpoint.memory: copies in memory need {need * neighbors / _MIB:.0f} MiB on "
-        f"{topology.host}, which has {free / _MIB:.0f} MiB free: lower checkpoint.memory.copies, "
-        "or set checkpoint.memory.every 0"
+    logger.info(
+        "checkpoint.memory.every %d: a copy of %.1f MiB per rank, on %s too; %.1f MiB of host "
+        "memory per rank",
+        config.every,
+        shard_bytes / _MIB,
+        "another host" if len(topology.ranks_by_host()) > 1 else "another rank of this host",
+        memory_of_a_rank(config, topology, 0, shard_bytes) / _MIB,
     )
-    if refuses:
-        raise UserError(message)
-    logger.warning("%s", message)

@@ -1,4 +1,4 @@
-"""Copies of shards in host memory: who keeps them, which step they restore, and how they travel."""
+"""Copies of shards in host memory: receivers, transfer, and the step that they restore."""
 
 from __future__ import annotations
 

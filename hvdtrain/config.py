@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from argparse import SUPPRESS
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
@@ -211,10 +211,18 @@ def build_parser(task_class: type) -> ArgumentParser:
                 default=getattr(instance, f.name),
                 help=texts.get(f.name, f.name),
             )
-            if is_dataclass(getattr(instance, f.name)):  # hide --optim FILE and similar
-                parser._option_string_actions[f"--{f.name}"].help = SUPPRESS
+            for group in _groups(getattr(instance, f.name), f.name):  # hide --optim FILE
+                parser._option_string_actions[f"--{group}"].help = SUPPRESS
     parser.set_defaults(optional(task_class, "defaults"))
     return parser
+
+
+def _groups(value: Any, name: str) -> Iterator[str]:
+    """Yield the names of a group of keys and of the groups in it."""
+    if is_dataclass(value):
+        yield name
+        for f in fields(value):
+            yield from _groups(getattr(value, f.name), f"{name}.{f.name}")
 
 
 def presets() -> dict[str, Path]:

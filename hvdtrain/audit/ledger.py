@@ -46,6 +46,7 @@ class StartEvent:
         log_every: steps between lines of metrics; 0: an older version, see manifest.json.
         applied: steps applied to the tensors of the state; older runs did not write it.
         lost_step: the step whose state was lost with the ranks that held it, if any.
+        damaged_copies: copies in memory that were not used, because their hash was wrong.
         state_hash: hash of the state, if it came from memory and train.replica_check_every > 0.
         former_fingerprint: the fingerprint that older versions of hvdtrain wrote for the same data.
     """
@@ -73,6 +74,7 @@ class StartEvent:
     log_every: int = 0
     applied: int | None = None
     lost_step: int | None = None
+    damaged_copies: list[str] | None = None
     state_hash: str | None = None
     former_fingerprint: str | None = None
 

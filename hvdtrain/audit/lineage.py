@@ -122,7 +122,11 @@ def redone_steps(before: GenerationRecord, start: StartEvent) -> Redone:
         # The next multiple of train.log_every would have a line, and so would the last step.
         unlogged = (reached // before.log_every + 1) * before.log_every - 1
         since_common_state = start.step + before.start.sync_every
-        limit = since_common_state if start.source == "memory" else before.start.total_steps - 1
+        limit = before.start.total_steps - 1
+        if start.source == "memory":
+            limit = since_common_state
+        elif start.source == "memory_copy":
+            limit = start.lost_step or start.step
         most = max(reached, min(unlogged, limit))
     return Redone(max(0, reached - start.step), max(0, most - start.step))
 
@@ -277,7 +281,7 @@ def _check_states(lineage: Lineage, ledger: Ledger) -> None:
     """Check that every start resumes from a state that existed and that checkpoints are on disk."""
     first = ledger.generations[0].start
     begin = first.step  # above 0 if the run resumes from another run's checkpoint
-    if first.source == "memory" or (first.source == "new" and begin != 0):
+    if first.source.startswith("memory") or (first.source == "new" and begin != 0):
         lineage.wrong("state", f"the run begins at step {begin} from {first.source}")
     reached, saved = begin, set[int]()
     for number, generation in enumerate(ledger.generations):
@@ -300,13 +304,14 @@ def _check_state(
 ) -> None:
     start, begin = ledger.generations[number].start, ledger.generations[0].start
     where = f"generation {number} begins at step {start.step}"
-    if start.source == "memory":
+    if start.source in ("memory", "memory_copy"):
         before_hash = _hash_before(ledger.generations[:number], start.step)
         if None not in (before_hash, start.state_hash) and before_hash != start.state_hash:
             lineage.wrong(
                 "state",
                 f"{where} from a state that differs from the state after this step (hashes differ)",
             )
+    if start.source == "memory":
         # Steps between lines are unknown. The ranks are at most one step apart, or return to the
         # last step with a common state: every `apart` steps, and at the end of a generation.
         before = ledger.generations[number - 1]
@@ -320,6 +325,9 @@ def _check_state(
                 f"{where} from memory, but the ranks had no common state at that step "
                 f"(exchange.sync_every {apart})",
             )
+    elif start.source == "memory_copy":
+        if not begin.step <= start.step < reached + ledger.generations[number - 1].log_every:
+            lineage.wrong("state", f"{where} from copies, but only step {reached} had been reached")
     elif start.source == "new":
         if start.step != 0 or begin.source != "new":
             lineage.wrong("state", f"{where} as a new run, but the run began at step {begin.step}")

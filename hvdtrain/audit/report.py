@@ -111,6 +111,7 @@ def _row(audit: Audit, number: int) -> dict[str, Any]:
         "seconds": start.seconds,
         **dict(zip(("redone", "redone_at_most"), audit.lineage.redone[number], strict=True)),
         "lost_step": start.lost_step,
+        "damaged_copies": start.damaged_copies or [],
         "sync_every": start.sync_every,
         "checkpoints_failed": generation.failed,
         "healed": generation.healed,
@@ -150,10 +151,20 @@ def _summary(audit: Audit) -> list[str]:
                 f"with the same state on all ranks (exchange.sync_every {start.sync_every}); "
                 f"steps redone: {redone}"
             )
-        if start.lost_step is not None:
+        if start.source == "memory_copy":
+            repeated = f"; steps redone: {redone}" if any(redone) else ", the newest one"
+            lines.append(
+                f"  generation {number}: shards of the model were lost with the ranks that held "
+                f"them; continued from the copies in memory of step {start.step}{repeated}"
+            )
+        elif start.lost_step is not None:
             lines.append(
                 f"  generation {number}: the state of step {start.lost_step} was lost with the "
                 f"ranks that held it; continued from step {start.step} ({start.source})"
+            )
+        for damaged in start.damaged_copies or ():
+            lines.append(
+                f"  generation {number}: the copy in memory of {damaged} was damaged, and not used"
             )
         for step, ranks in generation.healed.items():
             lines.append(f"  generation {number}: ranks {ranks} were healed after step {step}")

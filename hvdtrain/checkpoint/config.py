@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hvdtrain.errors import require
+
+
+@dataclass
+class MemoryCopiesConfig:
+    """Copies of each rank's shards in host memory, in elastic runs of models that span ranks.
+
+    Args:
+        every: steps between copies, and the most steps that are repeated after the loss of all
+            ranks that hold a shard; 0 = no copies
+        copies: hosts that hold a copy of a rank's shard, in addition to the rank's own host; as
+            many hosts may be lost at once
+    """
+
+    every: int = 0
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        require(
+            self.every >= 0, f"checkpoint.memory.every must be >= 0 (0 = never), not {self.every}"
+        )
+        require(self.copies >= 1, f"checkpoint.memory.copies must be >= 1, not {self.copies}")
 
 
 @dataclass
@@ -18,12 +39,14 @@ class CheckpointConfig:
         keep: how many of the newest checkpoints are kept
         keep_best: save whenever an evaluation gives the lowest validation loss so far, and keep
             that checkpoint in addition to the newest
+        memory: copies in the memory of other hosts
     """
 
     every: int = 100
     every_seconds: float = 0.0
     keep: int = 3
     keep_best: bool = False
+    memory: MemoryCopiesConfig = field(default_factory=MemoryCopiesConfig)
 
     def __post_init__(self) -> None:
         require(self.every >= 0, f"checkpoint.every must be >= 0 (0 = never), not {self.every}")

@@ -37,10 +37,13 @@ from hvdtrain.runtime.collectives import gather_json, on_all_ranks
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.runtime.tensor_shards import local
 from hvdtrain.runtime.terminal import terminal
 from hvdtrain.tasks import optional
 from hvdtrain.telemetry.exporter import ExporterAddress, write_targets
 from hvdtrain.text import encodable, plural
+
+_OPTIMIZER_VALUES = 2  # per parameter, as AdamW keeps
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Generation:
         self._context = components.context(topology, str(self._claim() or persistent.claim))
         self._statuses: list[RankStatus] = []
         self._lost_step: int | None = None  # step whose state all its holders lost
+        self._from_copies = False  # the state is from copies in memory
 
     def steps(self) -> Generator[Step, None, int]:
         """Yield each step until the run's end; return the exit code.
@@ -115,6 +119,7 @@ class Generation:
         source, targets = self._compare_ranks()
         if self._components.exporter is not None:
             self._components.exporter.describe(run_facts(self._config))
+        self._check_memory()
         source = self._take_over(source)
         on_all_ranks("recorder", lambda: self._open_recorder(targets))
         self._emit_start(source)
@@ -139,6 +144,8 @@ class Generation:
             {
                 "status": asdict(status),
                 "newest": persistent.newest,
+                "copied": persistent.copied_step,
+                "damaged": persistent.damaged_copies,
                 "run": persistent.run_id,
                 "identity": asdict(identity),
                 "target": ExporterAddress(topology.host, self._launched.local_rank, port),
@@ -152,6 +159,8 @@ class Generation:
         self._statuses = [status.caught_up(newest) for status in statuses]
         known = [fact["newest"] for fact in facts if fact["newest"] is not None]
         persistent.newest = max([*known, newest]) if known or newest >= 0 else None
+        self._from_copies = newest in (fact["copied"] for fact in facts)
+        persistent.damaged_copies = sorted({copy for fact in facts for copy in fact["damaged"]})
         source = most_advanced(self._statuses)
         theirs = facts[source or 0]
         if source is None:  # otherwise the launcher has compared identities
@@ -175,9 +184,16 @@ class Generation:
         persistent.trained = True
         step = state.progress.step
         self._lost_step = persistent.newest if (persistent.newest or 0) > step else None
-        persistent.newest = None
+        persistent.newest = persistent.copied_step = None
         # Otherwise `resume` has logged the loss.
-        if source is not None and self._lost_step is not None and self._topology.rank == 0:
+        if self._from_copies and self._topology.rank == 0:
+            logger.warning(
+                "lost ranks held shards of the model that no other rank has: the run continues "
+                "from the copies in memory of step %d, and repeats %s",
+                step,
+                plural((self._lost_step or step) - step, "step"),
+            )
+        elif source is not None and self._lost_step is not None and self._topology.rank == 0:
             logger.warning(
                 "the state of step %d is lost with the ranks that held it: the run continues from "
                 "step %d",
@@ -215,6 +231,28 @@ class Generation:
 
     def _someone_trained(self) -> bool:
         return any(status.trained for status in self._statuses)
+
+    def _shard_bytes(self) -> int:
+        """Size of a copy of this rank's shard for checkpoint.memory; 0: it keeps no copies."""
+        state = self._components.state
+        found = self._components.strategy.copies(state)
+        if found is None:
+            return 0
+        size = sum(t.nbytes for t in found[1]().tensors.values())
+        if not state.progress.step:  # the optimizer's state does not exist yet
+            trained = self._components.exchange.parameters
+            size += _OPTIMIZER_VALUES * sum(local(p).nbytes for p in trained)
+        return size
+
+    def _check_memory(self) -> None:
+        """Check on all ranks of a new run that the hosts have the memory for copies of shards."""
+        size = self._shard_bytes()
+        if not size or self._someone_trained():
+            return
+        from hvdtrain.engine.callbacks.copies import check_memory
+
+        config = self._config.checkpoint.memory
+        on_all_ranks("checkpoint.memory", lambda: check_memory(config, self._topology, size))
 
     # --- the run on disk ------------------------------------------------------
 
@@ -285,7 +323,10 @@ class Generation:
         """
         state, membership = self._components.state, self._launched.membership
         hashed = source is not None and self._config.train.replica_check_every > 0
-        origin = "memory" if source is not None else "checkpoint" if state.progress.step else "new"
+        origin = "checkpoint" if state.progress.step else "new"
+        if source is not None:
+            origin = "memory_copy" if self._from_copies else "memory"
+        damaged, self._persistent.damaged_copies = self._persistent.damaged_copies, []
         self._persistent.generations.append(
             {
                 "time": time.time(),
@@ -296,6 +337,7 @@ class Generation:
                 "silent": membership.silent if membership else [],
                 "residuals_lost": self._residuals_lost(source),
                 **({} if self._lost_step is None else {"lost_step": self._lost_step}),
+                **({"damaged_copies": damaged} if damaged else {}),
                 **({"state_hash": state_hash(state, TensorHash())} if hashed else {}),
                 **start_facts(self._components, self._topology),
             }
@@ -323,6 +365,10 @@ class Generation:
             persistent.recent,
         )
         callbacks = build_callbacks(self._config, self._components, outputs, context)
+        if cause.name == "launch" and (size := self._shard_bytes()):
+            from hvdtrain.engine.callbacks.copies import log_memory
+
+            log_memory(self._config.checkpoint.memory, self._topology, size)
         membership = self._launched.membership
         interruptions = Interruptions(
             self._launched.stop,

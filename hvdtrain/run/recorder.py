@@ -98,21 +98,24 @@ class RunRecorder:
     def open(self, step: int, exporter: Exporter | None, tolerate_errors: bool = False) -> None:
         """Open the metrics files of a run that resumes from `step`; set aside later steps.
 
-        If the files are already open, only set aside later steps (local SGD).
+        If the files are already open, only set aside later steps (local SGD, copies in memory).
 
         Raises:
             OSError: the files cannot be written; only without `tolerate_errors`, see `describe`.
         """
-        if self.metrics is not None and self.ranks is not None:
-            self.metrics.roll_back(step)
-            self.ranks.roll_back(step)
-            return
+        if self.writer is not None and self.writer.taken_step > step:
+            self.wait_for_save()
         try:
             self.manager.supersede(after=step)
         except OSError as error:
             if not tolerate_errors:
                 raise
             logger.error("%s: %s; training continues", self.manager.root, error.strerror)
+        if self.metrics is not None and self.ranks is not None and self.writer is not None:
+            self.metrics.roll_back(step)
+            self.ranks.roll_back(step)
+            self.writer.go_back(step, self.manager.newest_step())
+            return
         self.metrics = MetricsFile(self.directory.metrics, step, self._held, tolerate_errors)
         self.ranks = MetricsFile(self.directory.ranks, step, self._held, tolerate_errors)
         for sink in self.sinks:
@@ -351,6 +354,9 @@ class PersistentState:
         initial: its state is still the initial one from the seed.
         newest: the newest step whose state a rank held in memory, as far as this process knows;
             None once the run continues or begins. If no rank holds a state, this one is lost.
+        copied_step: the step of the copies in memory from which the run continues; None: it does
+            not continue from copies.
+        damaged_copies: copies in memory that were found damaged since the last start event.
         phase: phase of the generation, see elastic/status.py.
     """
 
@@ -370,6 +376,8 @@ class PersistentState:
         self.trained = False
         self.initial = True
         self.newest: int | None = None
+        self.copied_step: int | None = None
+        self.damaged_copies: list[str] = []
         self.phase = RENDEZVOUS
         self._log_of: Topology | None = None  # the generation whose log is open
 

@@ -38,7 +38,9 @@ def _histories(draw: st.DrawFn, off: Sequence[float] = (0.0,)) -> Callable[[Path
     plan = draw(
         st.lists(
             st.tuples(
-                st.sampled_from(["kill", "torn", "preempted", "failure", "hosts", "back"]),
+                st.sampled_from(
+                    ["kill", "torn", "preempted", "failure", "hosts", "back", "copies"]
+                ),
                 st.integers(1, 4),
                 st.integers(0, 14),
             ),
@@ -59,7 +61,9 @@ def _histories(draw: st.DrawFn, off: Sequence[float] = (0.0,)) -> Callable[[Path
                 history.end(75)
             elif how in ("kill", "torn"):
                 history.crash(torn=how == "torn")
-            if history.running:
+            if history.running and how == "copies":
+                history.return_to_copies(ranks, back=min(3, history.step))
+            elif history.running:
                 logged = history.log_every == 1 and history.step > history.lowest
                 cause = "hosts" if how == "hosts" else "failure"
                 history.recover(ranks, cause, back=int(how == "back" and logged))
@@ -413,6 +417,32 @@ def test_local_steps_may_roll_back_only_to_the_last_common_state(
         assert f"1 restart, {back} steps redone" in found.to_text()
     else:
         assert message in found.lineage.findings[0].message
+
+
+def test_steps_repeated_after_a_return_to_copies_are_listed(tmp_path: Path) -> None:
+    history = History(tmp_path / "run", log_every=4, save_every=10)
+    history.launch(4)
+    history.steps(14)
+    history.return_to_copies(4, back=4)
+    history.steps(TOTAL)
+    history.end(0)
+    events = _read(history.directory, "events")
+    again = [event for event in events if event["event"] == "start"][1]
+    again["damaged_copies"] = ["shard 1 of step 10 on rank 2"]
+    _write(history.directory, "events", events)
+    text = audit(history.directory).to_text()
+    assert "1 restart, 2 to 4 steps redone" in text, text
+    assert "continued from the copies in memory of step 10; steps redone: 2 to 4" in text
+    assert "the copy in memory of shard 1 of step 10 on rank 2 was damaged, and not used" in text
+
+
+def test_start_from_copies_of_a_step_that_was_not_reached_is_reported(tmp_path: Path) -> None:
+    history = History(tmp_path / "run", save_every=0)
+    history.launch(4)
+    history.steps(9)
+    history.return_to_copies(4, back=-1)
+    found = audit(history.directory)
+    assert "state" in {finding.kind for finding in found.lineage.findings}, found.to_text()
 
 
 def test_start_from_a_nonexistent_checkpoint_is_reported(history: History) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from hvdtrain.errors import UserError
@@ -130,8 +131,7 @@ class _Term:
         return f"{', '.join(names)} or {last}" if names else last
 
     def _value(self, config: Any) -> Any:
-        group, _, name = self.key.partition(".")
-        return getattr(getattr(config, group), name)
+        return reduce(getattr, self.key.split("."), config)
 
 
 def _text(value: Any) -> str:
@@ -204,6 +204,22 @@ CHECKS: tuple[Check, ...] = (
         "`profile.steps` that begin after `train.steps`",
         "these steps never run",
         _find_late_profile,
+    ),
+    # loss spikes
+    Check(
+        "`train.spike.action rollback` requires checkpoints",
+        "the run returns to the newest one",
+        lambda config: (
+            "train.spike.action rollback requires checkpoints, to which the run returns: set "
+            "checkpoint.every, or use train.spike.action skip"
+            if config.train.spike.action == "rollback" and not config.checkpoint.enabled
+            else ""
+        ),
+    ),
+    _excludes(
+        "exchange.sync_every",
+        "train.spike.action rollback",
+        "ranks that step independently have no common state at most steps: use skip",
     ),
     # the batch
     _excludes(

@@ -34,6 +34,11 @@ class Audit:
             "findings": [asdict(finding) for finding in self.lineage.findings],
             "segments": segments,
             "skipped": self.lineage.skipped,
+            "spikes": self.lineage.spikes,
+            "rollbacks": [
+                rollback._asdict() | {"first_sample": samples[0], "last_sample": samples[-1]}
+                for rollback, samples in self.lineage.unused
+            ],
             "order": asdict(self.order) | {"epochs": self.order.epochs},
             "generations": [_row(self, number) for number in range(len(self.lineage.redone))],
             "goodput": self.goodput.share,
@@ -63,8 +68,11 @@ def audit(path: Path) -> Audit:
     if first.own_order:
         order = OrderCheck(begin, end, size, checked=0, repeated=[])
     elif first.order is not None:
-        last = max([first.step, *(segment.last for segment in lineage.segments)])
-        order = check_buckets(first.step * first.per_step, last * first.per_step, first.order)
+        starts = [(ledger.generations[one.generation].start, one.last) for one in lineage.segments]
+        batches = [start.batches_at(step) for start, step in [(first, first.step), *starts]]
+        order = check_buckets(
+            batches[0] * first.per_step, max(batches) * first.per_step, first.order
+        )
     else:
         order = check_order(begin, end, size, first.seed)
     if order.repeated:
@@ -117,6 +125,13 @@ def _summary(audit: Audit) -> list[str]:
         lines.append(
             f"  skipped because the gradient was not finite: steps {audit.lineage.skipped}"
         )
+    if audit.lineage.spikes:
+        lines.append(f"  skipped because of a loss spike: steps {audit.lineage.spikes}")
+    lines += [
+        f"  loss spike at step {rollback.spike}: rolled back to step {rollback.to}; samples "
+        f"{samples[0]} to {samples[-1]} of the order are passed over"
+        for rollback, samples in audit.lineage.unused
+    ]
     for number, generation in enumerate(audit.ledger.generations):
         start, redone = generation.start, audit.lineage.redone[number]
         if start.sync_every and start.source == "memory" and any(redone):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hvdtrain.data.order import sample_order
 from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.tasks import Datasets
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
@@ -79,6 +80,23 @@ class Large(Regression):
 
 class LargeBeyondFour(Large):
     most = 4
+
+
+class Spiking(Regression):
+    """Noisy targets, and outliers in some global batches of 8 samples: HVDTRAIN_TEST_SPIKES=20,31.
+
+    An epoch has 128 batches of 8 samples, numbered from 1.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"train.steps": 30, "optim.lr": 0.01}
+
+    def datasets(self) -> Datasets:
+        generator, count = torch.Generator().manual_seed(0), 1024
+        rows = torch.randn(count, FEATURES + 1, generator=generator)
+        order = sample_order(0, count, count, seed=1234).reshape(-1, 8)
+        for batch in filter(None, os.environ.get("HVDTRAIN_TEST_SPIKES", "").split(",")):
+            rows[order[int(batch) - 1], -1] += 30
+        return Datasets(rows, rows[:32])  # type: ignore[arg-type]
 
 
 class Half(Regression):

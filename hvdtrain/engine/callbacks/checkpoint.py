@@ -275,6 +275,11 @@ class SaveCheckpoints(Callback):
                 return
             self._take_turn(Turn.WAIT, step)
 
+    def wait(self) -> None:
+        """Wait until this rank has written the checkpoint in progress, with a timeout."""
+        if self._writer is not None:
+            self._writer.wait()
+
     def close(self) -> None:
         if self._writer is not None:
             self._writer.give_up_others()

@@ -369,8 +369,7 @@ class Generation:
             yield from loop.steps()
         except SpikeRollback:
             # The save in progress may be of the checkpoint to which the run returns.
-            with context.heartbeat.waiting():
-                callbacks.checkpoint.wait()
+            callbacks.checkpoint.wait()
             raise
         finally:
             loop.close()

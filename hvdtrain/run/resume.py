@@ -61,6 +61,9 @@ def roll_back(
 ) -> bool:
     """Return all ranks to the run's newest checkpoint; its later samples so far are passed over.
 
+    Checkpoints that were written for another reason than `checkpoint.every` count only if there is
+    no other one: the curve must not depend on when the run was stopped.
+
     Args:
         persistent: as in `resume`.
         before: progress of the state whose last step was a spike.
@@ -79,6 +82,7 @@ def roll_back(
         return False
     where = f"step {spike.step}: loss {spike.loss:.4f} is a spike (limit {spike.limit:.4f})"
     if sum(one[0] == to for one in before.rollbacks) >= MOST_ROLLBACKS:
+        components.state.progress.step = spike.step - 1  # the last one with a line of metrics
         raise AgreedError(
             f"{where}, and the run has returned to the checkpoint of step {to} {MOST_ROLLBACKS} "
             "times already (train.spike.action rollback); lower optim.lr, raise "
@@ -90,7 +94,14 @@ def roll_back(
     state = components.state
     if state.sharded is not None:
         state.sharded.begin(topology)
-    directory = on_all_ranks("resume", lambda: _restore(components, persistent, found))
+
+    def restore() -> Path | None:
+        directory = _restore(components, persistent, found)
+        if directory is not None and persistent.recorder is not None:
+            persistent.recorder.leave_later_checkpoints(to)
+        return directory
+
+    directory = on_all_ranks("resume", restore)
     _share(config, components, directory, group)
     progress = state.progress
     first, progress.samples = progress.samples, before.samples
@@ -114,7 +125,7 @@ def _newest(config: Config, persistent: PersistentState) -> Checkpoint | None:
     with heartbeat.HEARTBEAT.waiting():
         recorder.wait_for_save()
     try:
-        return recorder.choose(config.run.resume, begun=True)
+        return recorder.choose(config.run.resume, begun=True, every=config.checkpoint.every)
     except UserError as error:
         logger.warning("%s", error)
         return None

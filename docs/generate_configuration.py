@@ -109,16 +109,23 @@ def table(owner: type, prefix: str, task_defaults: Defaults) -> Iterator[str]:
     Raises:
         KeyError: its docstring does not say what a key means.
     """
-    said, hints, defaults = descriptions(owner), get_type_hints(owner), owner()
     yield "\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
+    yield from rows(owner, prefix, task_defaults, inner=bool(prefix))
+
+
+def rows(owner: type, prefix: str, task_defaults: Defaults, inner: bool) -> Iterator[str]:
+    """Yield the rows of `table`; `inner`: also those of groups in this dataclass."""
+    said, hints, defaults = descriptions(owner), get_type_hints(owner), owner()
     for field in fields(owner):
         value, key = getattr(defaults, field.name), f"{prefix}{field.name}"
-        if not is_dataclass(value):
-            default = code(value)
-            for task, of_task in task_defaults.items():
-                if key in of_task:
-                    default += f"; {task}: {code(of_task[key])}"
-            yield f"| `{key}` | {kind(hints[field.name])} | {default} | {said[field.name]} |\n"
+        if is_dataclass(value):
+            yield from rows(type(value), f"{key}.", task_defaults, inner) if inner else ()
+            continue
+        default = code(value)
+        for task, of_task in task_defaults.items():
+            if key in of_task:
+                default += f"; {task}: {code(of_task[key])}"
+        yield f"| `{key}` | {kind(hints[field.name])} | {default} | {said[field.name]} |\n"
 
 
 def combinations(checks: Sequence[Check | RankCheck]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hvdtrain.errors import require
 from hvdtrain.runtime.notices import parse_source
@@ -45,23 +46,20 @@ class SpikeConfig:
     """Loss spikes, see engine/spikes.py.
 
     Args:
-        action: for a step whose loss is a spike: `skip` its update; `rollback` to the newest
-            checkpoint, and continue with the samples after the step; `none` = off
-        window: number of the last steps whose losses are compared; detection begins after so many.
-            After a tenth as many consecutive spikes the loss counts as the new usual loss
-        factor: a loss is a spike if it exceeds the window's median by more than this many standard
-            deviations (estimated by the median absolute deviation)
+        action: what happens if the loss of a step is a spike: the update is skipped (`skip`), the
+            run returns to its newest checkpoint and continues with the samples after the step
+            (`rollback`), or nothing (`none`)
+        window: number of the last losses with which a loss is compared; detection begins after so
+            many steps. After a tenth as many consecutive spikes a step is applied anyway
+        factor: a loss is a spike if it exceeds the median of the window by more than this many
+            standard deviations, estimated by the median absolute deviation; > 1
     """
 
-    action: str = "none"
+    action: Literal["none", "skip", "rollback"] = "none"
     window: int = 100
     factor: float = 4.0
 
     def __post_init__(self) -> None:
-        require(
-            self.action in ("none", "skip", "rollback"),
-            f"train.spike.action must be none, skip or rollback, not {self.action}",
-        )
         require(self.window >= 2, f"train.spike.window must be >= 2, not {self.window}")
         require(
             self.factor > 1 and math.isfinite(self.factor),

@@ -19,8 +19,19 @@ from hvdtrain.checkpoint.format import read
 from hvdtrain.data.order import sample_order
 from hvdtrain.engine.config import SpikeConfig
 from hvdtrain.engine.spikes import exceeds, loss_limit, passed_over, rolled_back
+from tests.support import warm
 from tests.support.job import Finished, Job
-from tests.support.runs import environment, forked_train, metrics, run, weights
+from tests.support.runs import (
+    REPOSITORY,
+    TINY,
+    environment,
+    forked_train,
+    losses,
+    metrics,
+    run,
+    start,
+    weights,
+)
 from tests.support.tasks import Spiking
 
 TASK = ["--task", "tests.support.tasks:Spiking"]
@@ -142,15 +153,14 @@ def test_skipped_spike_leaves_parameters_and_buffers_bitwise(root: Path) -> None
     assert [row[0] for row in _curve(root / "skip") if row[3]] == [15, 27]
 
 
-@pytest.mark.parametrize("action", ["skip", "rollback"])
-@pytest.mark.parametrize("launcher", ["mpirun:2", "gloo:3"])
-def test_spikes_leave_the_curve_independent_of_ranks(
+# Three ranks with rollback: see test_rollback_keeps_the_curve_through_killed_ranks.
+@pytest.mark.parametrize(("action", "launcher"), [("skip", "gloo:3"), ("rollback", "mpirun:2")])
+def test_spikes_leave_the_curve_independent_of_ranks_and_stops(
     root: Path, action: str, launcher: str
 ) -> None:
     name = f"{action}-{launcher[-1]}"
-    # One of the runs ends in the middle of a window, between two spikes, and is resumed.
-    if launcher == "gloo:3":
-        _run(root, name, action, "", *EXACT, "--train.steps", "21")
+    # The run ends in the middle of a window, just before the second spike, and is resumed.
+    _run(root, name, action, "", *EXACT, "--train.steps", "21")
     _run(root, name, action, launcher, *EXACT)
     assert _curve(root / name) == _curve(root / action)
     assert weights(root / name, LAST) == weights(root / action, LAST)
@@ -286,10 +296,68 @@ def test_rollback_keeps_the_curve_through_killed_ranks(root: Path) -> None:
     assert causes.count("failure") >= 2 and "spike" in causes, causes
 
 
+# Noise is a spike here, so that these runs return to checkpoints.
+_NOISE = [
+    *("--train.spike.action", "rollback", "--train.spike.window", "2"),
+    *("--train.spike.factor", "1.01", "--checkpoint.every", "1", "--telemetry.port", "0"),
+]
+_MODEL = [*TINY, "--model.layers", "2", "--optim.lr", "0.1", "--schedule.warmup_steps", "1"]
+
+
+def _noisy(root: Path, name: str, launcher: str, flags: list[str], command: list[str]) -> Path:
+    where = ["--run.root", str(root), "--run.id", name]
+    done = start(root / f"output-{name}", [*flags, *_NOISE, *where], launcher, {}, command).wait(90)
+    assert done.returncode == 0, done
+    found = audit(root / name)
+    assert found.clean and found.lineage.unused, found.to_text()
+    return root / name
+
+
+def _steps(directory: Path) -> list[tuple[int, int]]:
+    return [(line["step"], line["samples"]) for line in metrics(directory)]
+
+
+def test_script_with_its_own_loop_returns_to_a_checkpoint(tmp_path: Path) -> None:
+    script = str(REPOSITORY / "tests/support/scripts/regression.py")
+    flags = [*EXACT, "--train.steps", "8", "--batch.global_size", "12", "--batch.micro_size", "2"]
+    one, two = (
+        _noisy(tmp_path, f"{ranks}", f"gloo:{ranks}", flags, [warm.python(ranks), script])
+        for ranks in (1, 2)
+    )
+    assert _curve(one) == _curve(two) and len(_curve(one)) == 8
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--task", "tests.support.ragged:Ragged", "--optim.lr", "0.0001"],
+        ["--task", "tests.support.unusual:Streamed", "--train.steps", "8", *TINY[-8:]],
+    ],
+)
+def test_rollback_suits_buckets_and_iterable_data(tmp_path: Path, flags: list[str]) -> None:
+    one, two = (
+        _noisy(tmp_path, f"{ranks}", f"gloo:{ranks}", [*flags, *EXACT], forked_train(ranks))
+        for ranks in (1, 2)
+    )
+    assert _curve(one) == _curve(two)
+
+
+@pytest.mark.soak
+def test_rollback_suits_models_that_span_ranks(tmp_path: Path) -> None:
+    flags = [*_MODEL, "--train.steps", "12"]
+    one = _noisy(tmp_path, "one", "", flags, forked_train(1))
+    for axis in ("tensor", "pipeline", "shard"):
+        own = [*flags, f"--parallel.{axis}", "2"]
+        two = _noisy(tmp_path, axis, "gloo:2", own, forked_train(2))
+        assert _steps(two) == _steps(one)
+        assert losses(two) == pytest.approx(losses(one), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--train.spike.action skp", "must be none, skip or rollback, not skp"),
+        ("--train.spike.action skp", "expected one of 'none', 'skip', 'rollback', not skp"),
         ("--train.spike.window 1", "train.spike.window must be >= 2, not 1"),
         ("--train.spike.factor 1", "train.spike.factor must be > 1, not 1.0"),
         ("--train.spike.wndow 5", "did you mean train.spike.window?"),

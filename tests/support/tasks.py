@@ -95,7 +95,8 @@ class Spiking(Regression):
     defaults: ClassVar[dict[str, Any]] = {
         "train.steps": 40, "optim.lr": 0.01, "batch.global_size": 8, "batch.micro_size": 2,
         "eval.every": 0, "telemetry.port": 0, "checkpoint.every": 10, "checkpoint.keep": 50,
-        "schedule.name": "constant", "schedule.warmup_steps": 0, "train.spike.window": 10, "train.spike.factor": 20.0,
+        "schedule.name": "constant", "schedule.warmup_steps": 0,
+        "train.spike.window": 10, "train.spike.factor": 20.0,
     }  # fmt: skip
 
     def __init__(self) -> None:

@@ -218,6 +218,22 @@ CHECKS: tuple[Check, ...] = (
         "these steps never run",
         _find_late_profile,
     ),
+    # loss spikes
+    Check(
+        "`train.spike.action rollback` requires checkpoints",
+        "the run returns to the newest one",
+        lambda config: (
+            "train.spike.action rollback requires checkpoints, to which the run returns: set "
+            "checkpoint.every, or use train.spike.action skip"
+            if config.train.spike.action == "rollback" and not config.checkpoint.enabled
+            else ""
+        ),
+    ),
+    _excludes(
+        "exchange.sync_every",
+        "train.spike.action rollback",
+        f"{_NOT_TESTED}: use skip",
+    ),
     # the batch
     _excludes(
         "batch.max_tokens",

@@ -5,6 +5,9 @@ step s rolls back all steps beyond s. So, if every start resumes from a state th
 kept lines are the lines that no later start rolled back, then the kept lines are the steps of the
 newest state, each applied once.
 
+A return to a checkpoint because of a loss spike passes over samples. Start events declare these
+rollbacks, and a step's position in the order of samples follows from them.
+
 Two facts show that a start at step s resumes from the state after step s: the number of steps that
 were applied to its parameters and, if both states were hashed, equal hashes.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +24,7 @@ import numpy as np
 from hvdtrain.audit.ledger import GenerationRecord, Ledger, MetricsLine, StartEvent
 from hvdtrain.data.buckets import Buckets
 from hvdtrain.data.order import Indices, Order, same_until
+from hvdtrain.engine.spikes import Rollback, rolled_back
 
 # Values of start events that must not change during a run.
 _IDENTITY = ("seed", "global_size", "dataset_size", "fingerprint", "per_step", "buckets")
@@ -74,12 +79,16 @@ class Lineage:
     Args:
         redone: for each generation, the number of steps its start rolled back, see `redone_steps`
         skipped: steps of the newest state whose gradient was not finite
+        spikes: steps of the newest state that were skipped because their loss was a spike
+        unused: rollbacks because of a loss spike, with the positions of samples that are never used
     """
 
     findings: list[AuditFinding] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     redone: list[Redone] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
+    spikes: list[int] = field(default_factory=list)
+    unused: list[tuple[Rollback, range]] = field(default_factory=list)
 
     def wrong(self, kind: str, message: str) -> None:
         self.findings.append(AuditFinding(kind, message))
@@ -108,7 +117,11 @@ def trace(ledger: Ledger) -> Lineage:
             start, stop = map(generation.start.samples_at, (first, last))
             world_size = generation.start.world_size
             lineage.segments.append(Segment(number, first + 1, last, start, stop, world_size))
-        lineage.skipped += [line.step for line in generation.lines if line.kept and line.skipped]
+        skipped = [line for line in generation.lines if line.kept and line.skipped]
+        lineage.skipped += [line.step for line in skipped if not line.spike]
+        lineage.spikes += [line.step for line in skipped if line.spike]
+    _check_rollbacks(lineage, generations)
+    lineage.unused = generations[-1].start.unused()
     return lineage
 
 
@@ -183,6 +196,42 @@ def _check_start(lineage: Lineage, generations: Sequence[GenerationRecord], numb
             "world_size",
             f"generation {number} has {start.world_size} ranks, but its hosts hold ranks {ranks}",
         )
+
+
+def _check_rollbacks(lineage: Lineage, generations: list[GenerationRecord]) -> None:
+    """Check that samples were passed over only where a start declares a rollback.
+
+    Steps of one generation use consecutive samples. So, if the rollbacks of a generation are those
+    of the kept steps before it, and new ones to the step at which it begins, no sample is used
+    twice, and the samples between two generations are the declared ones.
+    """
+    before = generations[0].start.rollbacks
+    for segment in lineage.segments:
+        own = generations[segment.generation].start.rollbacks
+        old, new = own[: len(before)], own[len(before) :]
+        if old != before or any(rollback[0] != segment.first - 1 for rollback in new):
+            lineage.wrong(
+                "samples",
+                f"generation {segment.generation} continues after step {segment.first - 1} with "
+                f"rollbacks {own}, but the state of that step had {before}",
+            )
+        before = own
+    for number, (last, generation) in enumerate(pairwise(generations), start=1):
+        start = generation.start
+        if start.spike is None:
+            continue
+        step = start.spike.get("step")
+        expected = (
+            rolled_back(last.start.rollbacks, start.step, int(step))
+            if step is not None and step > max(last.reached, start.step)
+            else None
+        )
+        if start.rollbacks != expected:
+            lineage.wrong(
+                "samples",
+                f"generation {number} returned from a loss spike at step {step} to step "
+                f"{start.step}, and its rollbacks are {start.rollbacks}; expected {expected}",
+            )
 
 
 def _check_lines(

@@ -48,6 +48,11 @@ class Audit:
             "findings": [asdict(finding) for finding in self.lineage.findings],
             "segments": segments,
             "skipped": self.lineage.skipped,
+            "spikes": self.lineage.spikes,
+            "rollbacks": [
+                rollback._asdict() | {"first_sample": samples[0], "last_sample": samples[-1]}
+                for rollback, samples in self.lineage.unused
+            ],
             "order": orders.pop("", None),
             "sources": orders,
             "generations": [_row(self, number) for number in range(len(self.lineage.redone))],
@@ -80,8 +85,9 @@ def audit(path: Path) -> Audit:
     if first.own_order:
         orders[""] = OrderCheck(begin, end, size, checked=0, repeated=[])
     elif first.micro_batches is not None:
-        step = max([first.step, *(segment.last for segment in lineage.segments)])
-        positions = first.step * first.per_step, step * first.per_step
+        starts = [(ledger.generations[one.generation].start, one.last) for one in lineage.segments]
+        batches = [start.batches_at(step) for start, step in [(first, first.step), *starts]]
+        positions = batches[0] * first.per_step, max(batches) * first.per_step
         orders[""] = check_buckets(*positions, first.micro_batches)
     elif isinstance(last.samples_in_order, MixedOrder):
         mixed = last.samples_in_order
@@ -143,6 +149,13 @@ def _summary(audit: Audit) -> list[str]:
         lines.append(
             f"  skipped because the gradient was not finite: steps {audit.lineage.skipped}"
         )
+    if audit.lineage.spikes:
+        lines.append(f"  skipped because of a loss spike: steps {audit.lineage.spikes}")
+    lines += [
+        f"  loss spike at step {rollback.spike}: rolled back to step {rollback.to}; samples "
+        f"{samples[0]} to {samples[-1]} of the order are passed over"
+        for rollback, samples in audit.lineage.unused
+    ]
     for number, generation in enumerate(audit.ledger.generations):
         start, redone = generation.start, audit.lineage.redone[number]
         if start.sync_every and start.source == "memory" and any(redone):

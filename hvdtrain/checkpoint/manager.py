@@ -96,8 +96,11 @@ class CheckpointManager:
                     "%s is now %s: the run resumes from before it", directory, aside.name
                 )
 
-    def newest(self) -> Checkpoint | None:
+    def newest(self, every: int = 0) -> Checkpoint | None:
         """The newest undamaged checkpoint, or None if there is no checkpoint.
+
+        Args:
+            every: prefer checkpoints of steps that are multiples of this; 0 = all are equal.
 
         Damaged checkpoints are logged and skipped. A checkpoint without its marker counts as
         damaged, because the marker is written before the checkpoint gets its name.
@@ -106,7 +109,10 @@ class CheckpointManager:
             UserError: there are checkpoints, but all are damaged.
         """
         damaged = []
-        for directory in reversed(named(self.root)):
+        newest_first = named(self.root)[::-1]
+        if every:
+            newest_first.sort(key=lambda directory: step_of(directory) % every > 0)
+        for directory in newest_first:
             try:
                 return read(directory)
             except DamagedError as error:

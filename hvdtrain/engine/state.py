@@ -21,6 +21,7 @@ from hvdtrain.checkpoint.spread import open_part, to_current_names
 from hvdtrain.data.files import former_of
 from hvdtrain.data.order import SHUFFLED
 from hvdtrain.engine.loop import Callback, Loop, Progress, StepRecord
+from hvdtrain.engine.spikes import Rollback
 from hvdtrain.engine.step import AppliedSteps
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
@@ -151,6 +152,8 @@ class RunState:
             known = is_of(progress.evaluations, list[list[float | None]])
             if not known or not all(len(pair) == 2 and pair[0] for pair in progress.evaluations):
                 raise ValueError("evaluations")
+            if any(len(one) != len(Rollback._fields) for one in progress.rollbacks):
+                raise ValueError("rollbacks")
         except ValueError as error:
             raise UserError(f"this is not a checkpoint of hvdtrain ({error})") from None
         for name, own in self.identity.items():

@@ -314,9 +314,17 @@ def _checkpoints(run: RecordedRun) -> Metrics:
         "healed_ranks": sum(len(r) for g in generations for r in g.healed.values())
         if known
         else None,
-        "skipped_steps": sum(li.kept and li.skipped for g in generations for li in g.lines)
+        "skipped_steps": sum(
+            li.kept and li.skipped and not li.spike for g in generations for li in g.lines
+        )
         if known
         else None,
+        "spike_steps": sorted(
+            li.step for g in generations for li in g.lines if li.kept and li.spike
+        )
+        if known
+        else None,
+        "rollbacks": len(generations[-1].start.rollbacks) if known else None,
     }
 
 

@@ -62,8 +62,11 @@ def _loss(run: RecordedRun, metrics: Metrics) -> Plot | None:
         if drawn is None:
             return None
         line(axes, step, run.steps["validation_loss"], ORANGE, "validation loss")
+        spikes = np.isin(step, metrics["spike_steps"] or []) & np.isfinite(loss)
+        if spikes.any():
+            axes.plot(step[spikes], loss[spikes], "v", color=RED, label="skipped: loss spike")
         over_steps(axes, run, "loss", from_zero=False)
-        legend(axes, 2)
+        legend(axes, 3)
     known = loss[np.isfinite(loss)]
     begin, end = (units.number(v) for v in (known[0], known[-1]))
     title = f"The training loss went from {begin} to {end}"

@@ -18,6 +18,7 @@ _CAUSES: dict[str, str] = {
     "launch": "the program was restarted",
     "failure": "a rank failed",
     "hosts": "processes joined or left",
+    "spike": "a loss spike",
 }
 
 

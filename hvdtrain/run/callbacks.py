@@ -144,6 +144,7 @@ def build_callbacks(
             config.preempt.grace_seconds,
             build_saving(components, outputs, context),
             context.timer,
+            punctual=config.train.spike.action == "rollback",
         ),
         snapshot=KeepCommonState(components.snapshot) if components.snapshot else None,
         copies=_build_copies(components, context),

@@ -20,7 +20,8 @@ from hvdtrain.elastic.membership import Membership
 from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity
 from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.integrity import TensorHash, state_hash
-from hvdtrain.engine.loop import Interruptions, Loop, Step
+from hvdtrain.engine.loop import Interruptions, Loop, Progress, SpikeRollback, Step
+from hvdtrain.engine.spikes import Spike
 from hvdtrain.engine.state import Snapshot
 from hvdtrain.errors import EXIT_PREEMPTED, UserError, crash
 from hvdtrain.exchange.local_sgd import LocalSgd
@@ -29,7 +30,7 @@ from hvdtrain.run.build import RunComponents, build_loop
 from hvdtrain.run.callbacks import Callbacks, Outputs, build_callbacks
 from hvdtrain.run.manifest import build_manifest, run_facts, start_facts
 from hvdtrain.run.recorder import PersistentState, RunRecorder
-from hvdtrain.run.resume import resume
+from hvdtrain.run.resume import resume, roll_back
 from hvdtrain.run.start_checks import check_hierarchical, raise_first
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.run_directory import RunDirectory
@@ -71,12 +72,15 @@ class Cause:
     """Why a generation begins.
 
     Args:
-        name: launch, failure, or hosts (processes joined or left).
+        name: launch, failure, hosts (processes joined or left), or spike (the run may return to a
+            checkpoint because of a loss spike).
         since: unix time of the cause.
+        number: of earlier generations of the same ranks.
     """
 
     name: str
     since: float
+    number: int = 0
 
 
 class Generation:
@@ -101,8 +105,11 @@ class Generation:
         self._persistent = persistent
         self._topology = topology
         self._cause = cause
-        self._context = components.context(topology, str(self._claim() or persistent.claim))
+        claim = str(self._claim() or persistent.claim)
+        claim += f"-{cause.number}" if cause.number else ""
+        self._context = components.context(topology, claim)
         self._statuses: list[RankStatus] = []
+        self._spiked: Progress | None = None  # of the newest state, if its last step was a spike
         self._lost_step: int | None = None  # step whose state all its holders lost
         self._from_copies = False  # the state is from copies in memory
 
@@ -110,7 +117,7 @@ class Generation:
         """Yield each step until the run's end; return the exit code.
 
         Raises:
-            MembershipChanged, RankLostError: another generation follows.
+            MembershipChanged, RankLostError, SpikeRollback: another generation follows.
             AgreedError: a rank cannot begin, or the run must end.
         """
         self._context.heartbeat.beat(Activity.PREPARING)
@@ -134,7 +141,8 @@ class Generation:
             The rank whose state all ranks receive, or None if no rank has one; all exporters.
         """
         topology, components, persistent = self._topology, self._components, self._persistent
-        step, agreement = components.state.progress.step, components.agreement
+        progress, agreement = components.state.progress, components.agreement
+        step = progress.step
         status = RankStatus(
             persistent.trained, step, agreement.reachable_step(step) if agreement else step
         )
@@ -143,6 +151,7 @@ class Generation:
         facts = gather_json(
             {
                 "status": asdict(status),
+                "spiked": asdict(progress) if progress.spike is not None else None,
                 "newest": persistent.newest,
                 "copied": persistent.copied_step,
                 "damaged": persistent.damaged_copies,
@@ -157,6 +166,9 @@ class Generation:
         if agreement is not None and persistent.trained:
             agreement.catch_up(step, newest)
         self._statuses = [status.caught_up(newest) for status in statuses]
+        # Not of `source`: a rank that has just caught up did not know of the spike.
+        spiked = (f["spiked"] for f, s in zip(facts, statuses, strict=True) if s.trained)
+        self._spiked = next((Progress(**one) for one in spiked if one is not None), None)
         known = [fact["newest"] for fact in facts if fact["newest"] is not None]
         persistent.newest = max([*known, newest]) if known or newest >= 0 else None
         self._from_copies = newest in (fact["copied"] for fact in facts)
@@ -177,11 +189,13 @@ class Generation:
             `source`; None if no rank could provide the state: it is from a checkpoint or new.
         """
         persistent, state = self._persistent, self._components.state
-        if source is None or not self._receive(source):
+        if self._spiked is not None and self._roll_back(self._spiked):
+            source, persistent.newest = None, None
+        elif source is None or not self._receive(source):
             source, persistent.trained = None, False
             on_all_ranks("directory", self._open_directory)
             resume(self._config, self._components, persistent, self._topology)
-        persistent.trained = True
+        persistent.trained, state.progress.spike = True, None
         step = state.progress.step
         self._lost_step = persistent.newest if (persistent.newest or 0) > step else None
         persistent.newest = persistent.copied_step = None
@@ -201,6 +215,20 @@ class Generation:
                 step,
             )
         return source
+
+    def _roll_back(self, before: Progress) -> bool:
+        """Return to the newest checkpoint; False, on all ranks: the step is skipped instead."""
+        on_all_ranks("directory", self._open_directory)
+        if roll_back(self._config, self._components, self._persistent, self._topology, before):
+            return True
+        if self._topology.rank == 0:
+            logger.warning(
+                "step %d: there is no checkpoint to which the run could return from a loss spike "
+                "(train.spike.action rollback); the step is skipped instead",
+                before.step,
+            )
+        self._spiked = None
+        return False
 
     def _receive(self, source: int) -> bool:
         """Send the state of rank `source` to every rank that does not hold it.
@@ -323,6 +351,7 @@ class Generation:
         """
         state, membership = self._components.state, self._launched.membership
         hashed = source is not None and self._config.train.replica_check_every > 0
+        spiked = self._spiked.spike if self._spiked is not None else None
         origin = "checkpoint" if state.progress.step else "new"
         if source is not None:
             origin = "memory_copy" if self._from_copies else "memory"
@@ -336,6 +365,7 @@ class Generation:
                 "seconds": time.time() - self._cause.since,
                 "silent": membership.silent if membership else [],
                 "residuals_lost": self._residuals_lost(source),
+                **({} if spiked is None else {"spike": Spike(**spiked).facts()}),
                 **({} if self._lost_step is None else {"lost_step": self._lost_step}),
                 **({"damaged_copies": damaged} if damaged else {}),
                 **({"state_hash": state_hash(state, TensorHash())} if hashed else {}),
@@ -383,6 +413,10 @@ class Generation:
         persistent.phase = TRAINING
         try:
             yield from loop.steps()
+        except SpikeRollback:
+            # The save in progress may be of the checkpoint to which the run returns.
+            callbacks.checkpoint.wait()
+            raise
         finally:
             loop.close()
         context.heartbeat.beat(Activity.PREPARING)

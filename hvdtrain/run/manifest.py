@@ -83,6 +83,7 @@ def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]
         "step": state.progress.step,
         "samples": state.progress.samples,
         "applied": state.applied.count,
+        **({"rollbacks": state.progress.rollbacks} if state.progress.rollbacks else {}),
         "world_size": topology.world_size,
         "hosts": topology.ranks_by_host(),
         "global_size": config.batch.global_size,

@@ -140,12 +140,13 @@ class RunRecorder:
         if self.writer is not None:
             self.writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
 
-    def choose(self, resume: str, begun: bool = False) -> Checkpoint | None:
+    def choose(self, resume: str, begun: bool = False, every: int = 0) -> Checkpoint | None:
         """Return the checkpoint from which the run continues; None: from the start.
 
         Args:
             resume: as run.resume.
             begun: this job has trained: it continues from its own newest checkpoint, if any.
+            every: as in CheckpointManager.newest.
 
         Raises:
             UserError: there is no such checkpoint, or no complete one.
@@ -153,7 +154,7 @@ class RunRecorder:
         if resume == "never" and not begun:
             return None
         if resume in ("auto", "never"):
-            return self.manager.newest()
+            return self.manager.newest(every)
         path = Path(resume)
         if not path.is_dir():
             raise UserError(
@@ -163,8 +164,24 @@ class RunRecorder:
         if named(self.manager.root) and (begun or not of_this_run):
             # This run began from a checkpoint of another run and has continued since, even if its
             # own checkpoints were damaged.
-            return self.manager.newest()
+            return self.manager.newest(every)
         return read(path)
+
+    def leave_later_checkpoints(self, step: int) -> None:
+        """Set aside checkpoints of steps that the run will do in another way.
+
+        Raises:
+            UserError: one cannot be renamed: a later start would resume from it.
+        """
+        try:
+            self.manager.supersede(after=step)
+        except OSError as error:
+            raise UserError(
+                f"{self.manager.root}: a checkpoint to which the run must not return cannot be "
+                f"renamed ({error.strerror})"
+            ) from None
+        if self.writer is not None:
+            self.writer.last_saved_step = min(self.writer.last_saved_step, step)
 
     def emit_starts(self, generations: Sequence[dict[str, Any]]) -> None:
         """Write the start event of a generation, before its first step.

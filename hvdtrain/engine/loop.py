@@ -46,6 +46,7 @@ from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.loader import Batch, TrainLoader
 from hvdtrain.engine.accumulate import RankPasses
 from hvdtrain.engine.config import TrainConfig
+from hvdtrain.engine.replay import StepDiscarded
 from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.engine.step import AppliedSteps, Flags, StepResult
 from hvdtrain.errors import EXIT_NOT_FINITE, UserError
@@ -481,7 +482,13 @@ class Loop:
         self.current = step = Step(self, self.progress.step - done, done)
         yield step
         self.current = None
-        step.check()
+        try:
+            step.check()
+        except StepDiscarded as discarded:
+            if discarded.membership_changed:
+                raise MembershipChanged from None
+            self._loader.go_back(self.progress.samples)
+            return  # the loop repeats the step
         if logs:
             self._call_back({**(self.progress.record or {}), **step.values})
 

@@ -15,7 +15,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,24 +24,12 @@ from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.state_part import Saved
 from hvdtrain.runtime.tensor_shards import ShardPosition
 
-if TYPE_CHECKING:  # the loop, which state.py imports, imports this module
-    from hvdtrain.engine.state import RunState
-
 # Words of a block: its products are 2 MiB, which fit into the caches of a core.
 _BLOCK = 1 << 18
 # Blocks in one kernel launch on devices other than CPUs, where launches dominate the cost.
 _AT_ONCE = 64
 DIGEST_BYTES = 32
 SKETCH = 32  # numbers in a sketch, see TensorHash.sketch
-
-
-def state_hash(state: RunState, of_tensors: TensorHash) -> str:
-    """Hash of parameters and optimizer state, however they are sharded; every rank calls it."""
-    if state.spanned:
-        return whole_digest(of_tensors, state.saved_shards()).hex()
-    if state.sharded is not None:
-        return ShardHash(state.sharded, of_tensors).whole(state.compared()).hex()
-    return of_tensors(state.compared()).hex()
 
 
 class ShardHash:

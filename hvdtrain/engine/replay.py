@@ -48,9 +48,9 @@ from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.device import arithmetic
 from hvdtrain.runtime.heartbeat import Activity
 
-# A distance above this many times the usual one, or above this share of the gradient, is not
-# rounding.
-_FACTOR, _IRREPRODUCIBLE = 16.0, 0.05
+# A relative distance of gradients that cannot be rounding, and the ratio of the bound to the
+# largest distance that was measured.
+_TOO_FAR, _FACTOR = 0.05, 16.0
 _SMALLEST_BOUND = 1e-12
 _NONE = bytes(DIGEST_BYTES)
 
@@ -252,6 +252,8 @@ def judge(
         original: fingerprints of the two ranks that differ.
         bound: bound of the distance of two correct gradients; 0: they are bitwise identical.
     """
+    if len(votes) < 2:
+        return Verdict("undecided", (*sorted(original),))
     alike = len({vote.arithmetic for vote in votes}) == 1
     if alike and not bound:
         digests = {vote.rank: {found.digest for found in vote.found} for vote in votes}
@@ -263,8 +265,6 @@ def judge(
             return _wrong(votes, wrong, again)
         if len(votes) < 3 and sum(len(found) > 1 for found in digests.values()) < 2:
             return Verdict("undecided", (*sorted(original),))
-    if len(votes) < 2:
-        return Verdict("undecided", (*sorted(original),))
     return _by_distance(votes, original, bound)
 
 
@@ -273,17 +273,22 @@ def _by_distance(
 ) -> Verdict:
     center = [median(column) for column in zip(*(v.found[0].sketch for v in votes), strict=True)]
     far = {v.rank: max(distance(found.sketch, center) for found in v.found) for v in votes}
+    first = {rank: distance(one.sketch, center) for rank, one in original.items()}
     usual = median(far.values())
-    if not usual <= _IRREPRODUCIBLE:
+    if not usual <= _TOO_FAR:
+        steady = all(len({found.digest for found in vote.found}) == 1 for vote in votes)
+        if len(votes) < 3 and steady:
+            return Verdict("undecided", (*sorted(original),))
         return Verdict("irreproducible", bound=usual)
-    limit = max(bound, _FACTOR * usual, _SMALLEST_BOUND)
+    # Rounding errors grow when gradients shrink, on all ranks. While the bound is being measured, a
+    # rank of another kind may be the only one that rounds differently.
+    limit = max(bound, _FACTOR * usual) if bound else _TOO_FAR
     again = {rank for rank, one in far.items() if not one <= limit}
-    first = {rank for rank, one in original.items() if not distance(one.sketch, center) <= limit}
-    if not again | first:
-        return Verdict("inexact", bound=limit)
-    if 2 * len(again) >= len(votes):
-        return Verdict("undecided", (*sorted(original),))
-    return _wrong(votes, again | first, again)
+    wrong = again | {rank for rank, one in first.items() if not one <= limit}
+    if wrong:
+        return _wrong(votes, wrong, again)
+    largest = max(*far.values(), *first.values())
+    return Verdict("inexact", bound=max(bound, _FACTOR * largest, _SMALLEST_BOUND))
 
 
 def _wrong(votes: Sequence[Vote], wrong: set[int], again: set[int]) -> Verdict:

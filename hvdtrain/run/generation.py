@@ -20,10 +20,10 @@ from hvdtrain.config import Settings
 from hvdtrain.elastic.membership import Membership
 from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity
 from hvdtrain.engine.callbacks.evaluate import evaluating
-from hvdtrain.engine.integrity import TensorHash, state_hash
+from hvdtrain.engine.integrity import TensorHash
 from hvdtrain.engine.loop import Interruptions, Loop, Step
 from hvdtrain.engine.replay import ReplayActions
-from hvdtrain.engine.state import Snapshot
+from hvdtrain.engine.state import Snapshot, state_hash
 from hvdtrain.errors import EXIT_PREEMPTED, UserError, crash
 from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.log import logger

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.run_files.host_records import WRONG, read_incidents
 from tests.support import runs as local
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob, assert_clean
 from tests.support.namespaces import why_not
+from tests.support.supervised import Supervised
 
 STEPS, EVERY = 40, 10
 HOSTS = ["node1", "node2", "node3"]
@@ -77,3 +79,25 @@ def test_wrong_host_is_excluded_and_no_parameter_changes(
     (event,) = job.events("replay")
     assert (event["verdict"], event["hosts"]) == ("wrong", ["node2"])
     assert "replay in step 20, wrong: node2" in assert_clean(job.run)
+
+
+def test_static_run_is_restarted_without_the_wrong_host(
+    three_hosts: Cluster, undisturbed: Path, tmp_path: Path
+) -> None:
+    root = three_hosts.shared / tmp_path.name
+    root.mkdir()
+    hosts = "--hosts node1:1,node2:1,node3:1 --min-np 2"
+    env = {"HVDTRAIN_TEST_WRONG": "node2:20:all"}
+    supervised = Supervised(three_hosts, root, hosts, f"{TASK} --checkpoint.every 15", env)
+    done = supervised.job.wait(150)
+    assert done.returncode == 0, done.stderr
+    named = "step 20: rank 1 on node2 computed a wrong gradient of micro-batch 1"
+    assert named in done.stderr and "start again without node2" in done.stderr, done.stderr
+    assert [start["hosts"] for start in supervised.starts()] == [
+        {host: [rank] for rank, host in enumerate(HOSTS)},
+        {"node1": [0], "node3": [1]},
+    ]
+    (incident,) = read_incidents(supervised.run / "hosts.json")
+    assert (incident.host, incident.cause) == ("node2", WRONG)
+    assert local.losses(supervised.run) == local.losses(undisturbed)
+    assert local.weights(supervised.run, STEPS) == local.weights(undisturbed, STEPS)

@@ -70,3 +70,13 @@ def test_step_with_a_transient_error_is_repeated(
     assert "rank 1 on " in done.stderr and "but not when the ranks repeat it" in done.stderr, done
     assert losses(tmp_path / "run") == losses(undisturbed)
     assert weights(tmp_path / "run", STEPS) == weights(undisturbed, STEPS)
+
+
+@pytest.mark.parametrize("hosts", ["a,b", "a,a"])
+def test_two_ranks_that_remain_different_stop_the_run(tmp_path: Path, hosts: str) -> None:
+    done = _run(tmp_path, *REPLAY, wrong="1:8:all", hosts=hosts, ranks=2)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done
+    assert done.stderr.count("and no majority decides which one is wrong") == 1, done
+    assert _replays(tmp_path) == [(8, "undecided", [0, 1])]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [*range(1, 8)]
+    assert not [*(tmp_path / "run/checkpoints").glob("step_*")]

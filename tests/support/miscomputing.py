@@ -1,4 +1,4 @@
-"""A task of which one process computes wrong gradients, and ranks that pretend to be on hosts.
+"""A task of which some processes compute wrong gradients, and ranks that pretend to be on hosts.
 
 HVDTRAIN_TEST_HOSTS=a,b,c names the host of each rank that this machine's launcher starts.
 """
@@ -25,9 +25,10 @@ if hosts := os.environ.get("HVDTRAIN_TEST_HOSTS"):
 
 
 class Miscomputing(Regression):
-    """Flip a bit of a gradient in the process that was started with a number, and in one step.
+    """Flip a bit of a gradient on one process or host, in one step.
 
-    HVDTRAIN_TEST_WRONG=number:step:passes, steps counted from 1. `passes` are the backward passes
+    HVDTRAIN_TEST_WRONG=process:step:passes, where the process is a number or a host, and steps are
+    counted from 1. `passes` are the backward passes
     of that step in which the bit flips, from 0: with one micro-batch per rank the first is the
     replay of another rank's micro-batch, the second is the rank's own, and the others decide. all:
     in all passes of this step and of the next ones.
@@ -36,8 +37,9 @@ class Miscomputing(Regression):
     """
 
     def __init__(self) -> None:
-        number, step, passes = os.environ.get("HVDTRAIN_TEST_WRONG", "-1:0:all").split(":")
-        self._from = int(step) if int(number) == NUMBER else 1 << 30
+        process, step, passes = os.environ.get("HVDTRAIN_TEST_WRONG", "-1:0:all").split(":")
+        here = process in (str(NUMBER), socket.gethostname())
+        self._from = int(step) if here else 1 << 30
         self._passes = None if passes == "all" else {*map(int, passes.split(","))}
         self._step = self._pass = 0
 

@@ -371,18 +371,17 @@ class Replay:
             if not self._off:
                 self._theirs = self._attempt(lambda: batch)
             del batch
-        if self._off or not self._counts[self._plan.rank]:
-            yield from batches
-            return
-        own = GradientHash(self._hash)
-        # Hooks of tensors run before hooks of their nodes, by which exchanges take gradients.
-        hooks = [p.register_hook(partial(own.add, name)) for name, p in self._trained.items()]
-        try:
-            yield next(batches)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self._own = own.fingerprint()
+        if self._counts[self._plan.rank]:
+            # Hooks of tensors run before hooks of their nodes, by which exchanges take gradients.
+            own = GradientHash(self._hash)
+            trained = () if self._off else self._trained.items()
+            hooks = [p.register_hook(partial(own.add, name)) for name, p in trained]
+            try:
+                yield next(batches)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            self._own = own.fingerprint()
         yield from batches
 
     def _attempt(self, load: Callable[[], Batch]) -> Fingerprint | None:
@@ -422,8 +421,11 @@ class Replay:
             RankLostError: another rank is gone.
         """
         checker_of = {} if self._off else self._plan.checkers(step, self._counts)
-        if not checker_of:
-            return
+        if checker_of:
+            with self._context.timer.inside("other"):
+                self._compare(step, checker_of)
+
+    def _compare(self, step: int, checker_of: Mapping[int, int]) -> None:
         digests = [bytes.fromhex(f.digest) if f else _NONE for f in (self._own, self._theirs)]
         gathered = gather_bytes(b"".join([*digests, self._buffers]), "replay")
         starts = range(0, 3 * DIGEST_BYTES, DIGEST_BYTES)

@@ -61,7 +61,7 @@ def start(three_hosts: Cluster, tmp_path: Path) -> Iterator[Callable[..., Elasti
     three_hosts.kill(three_hosts.ranks())
 
 
-@pytest.mark.parametrize("passes", ["1", "all"])
+@pytest.mark.parametrize("passes", ["1", pytest.param("all", marks=pytest.mark.soak)])
 def test_wrong_host_is_excluded_and_no_parameter_changes(
     start: Callable[..., ElasticJob], undisturbed: Path, passes: str
 ) -> None:
@@ -81,6 +81,7 @@ def test_wrong_host_is_excluded_and_no_parameter_changes(
     assert "replay in step 20, wrong: node2" in assert_clean(job.run)
 
 
+@pytest.mark.soak
 def test_static_run_is_restarted_without_the_wrong_host(
     three_hosts: Cluster, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -169,15 +169,16 @@ def test_replays_agree_and_change_no_bit(topology: Topology, case: str) -> None:
 
 
 # In a step with replays, the first backward pass of a rank is a replay, the second its own.
-@pytest.mark.parametrize("passes", [0, 1])
-def test_step_is_repeated_after_a_transient_error(topology: Topology, passes: int) -> None:
+@pytest.mark.parametrize(("exchange", "at"), [("dense", 0), ("topk", 1), ("powersgd", 1)])
+def test_step_is_repeated_after_a_transient_error(
+    topology: Topology, exchange: str, at: int
+) -> None:
     last = topology.world_size - 1
     if not last:
         return  # nothing to compare with
-    undisturbed = _Run(topology, 1)
+    undisturbed = _Run(topology, 1, exchange)
     undisturbed.steps()
-    wrong = [passes] if topology.rank == last else []
-    disturbed = _Run(topology, 1, wrong=wrong)
+    disturbed = _Run(topology, 1, exchange, wrong=[at] if topology.rank == last else [])
     disturbed.steps()
     assert disturbed.differed == 1
     assert disturbed.losses == undisturbed.losses

@@ -60,7 +60,7 @@ def test_wrong_host_of_three_is_named_and_nothing_is_saved(tmp_path: Path) -> No
     assert not [*(tmp_path / "run/checkpoints").glob("step_*")]
 
 
-@pytest.mark.parametrize("hosts", [TWO_HOSTS, ONE_HOST])
+@pytest.mark.parametrize("hosts", [TWO_HOSTS, pytest.param(ONE_HOST, marks=pytest.mark.soak)])
 def test_step_with_a_transient_error_is_repeated(
     undisturbed: Path, tmp_path: Path, hosts: str
 ) -> None:
@@ -72,7 +72,7 @@ def test_step_with_a_transient_error_is_repeated(
     assert weights(tmp_path / "run", STEPS) == weights(undisturbed, STEPS)
 
 
-@pytest.mark.parametrize("hosts", ["a,b", "a,a"])
+@pytest.mark.parametrize("hosts", ["a,b", pytest.param("a,a", marks=pytest.mark.soak)])
 def test_two_ranks_that_remain_different_stop_the_run(tmp_path: Path, hosts: str) -> None:
     done = _run(tmp_path, *REPLAY, wrong="1:8:all", hosts=hosts, ranks=2)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done

@@ -27,6 +27,7 @@ from hvdtrain.elastic.config import ElasticConfig
 from hvdtrain.engine.config import (
     CompileConfig,
     EvalConfig,
+    IntegrityConfig,
     MemoryConfig,
     PreemptConfig,
     RunConfig,
@@ -56,6 +57,7 @@ class Config:
         batch: the global batch
         loader: loading of the training data
         train: the training loop
+        integrity: detection of hosts that compute wrongly
         eval: evaluation
         optim: the optimizer
         schedule: the learning-rate schedule
@@ -78,6 +80,7 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -310,6 +310,20 @@ CHECKS: tuple[Check, ...] = (
     _requires(
         "exchange.outer", "exchange.sync_every", "the outer optimizer steps once in that many steps"
     ),
+    # replays
+    _excludes(
+        "integrity.replay_every",
+        "exchange.sync_every",
+        "ranks that step independently have different models",
+    ),
+    _excludes(
+        "integrity.replay_every",
+        "batch.interleave !1",
+        "passes that run together have no gradients of their own",
+    ),
+    _excludes(
+        _SPANS, "integrity.replay_every", "a rank can only replay a model that it holds whole"
+    ),
     # a model that spans ranks
     _excludes(_SPANS, "exchange.name exact", "exact adds whole gradients"),
     _excludes(_SPANS, "exchange.compression", "compression needs whole gradients"),

@@ -181,6 +181,7 @@ class GenerationRecord:
             did not write it
         failed: steps whose checkpoint could not be written
         healed: step -> ranks
+        replays: step -> what a replay in which gradients differed has shown, and the hosts
         early_stop: step after which the validation loss ended the run; 0: it did not end it
         end: (step, exit code), or None if it was killed or still runs
         events: (step, time) of each event after the start
@@ -194,6 +195,7 @@ class GenerationRecord:
     stalls: dict[int, float] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)
     healed: dict[int, list[int]] = field(default_factory=dict)
+    replays: dict[int, tuple[str, list[str]]] = field(default_factory=dict)
     early_stop: int = 0
     end: tuple[int, int] | None = None
     events: list[tuple[int, float]] = field(default_factory=list)
@@ -286,6 +288,9 @@ def _generations(events: list[dict[str, Any]]) -> list[GenerationRecord]:
             now.failed.append(_step(event))
         elif kind == "healed":
             now.healed[_step(event)] = _value(event, "ranks", list[int])
+        elif kind == "replay":
+            found = _value(event, "verdict", str), _value(event, "hosts", list[str])
+            now.replays[_step(event)] = found
         elif kind == "early_stop":
             now.early_stop = _step(event)
         elif kind == "end":

@@ -121,6 +121,7 @@ def _row(audit: Audit, number: int) -> dict[str, Any]:
         "sync_every": start.sync_every,
         "checkpoints_failed": generation.failed,
         "healed": generation.healed,
+        "replays": generation.replays,
         "end": None
         if generation.end is None
         else dict(zip(("step", "exit_code"), generation.end, strict=True)),
@@ -181,6 +182,9 @@ def _summary(audit: Audit) -> list[str]:
             )
         for step, ranks in generation.healed.items():
             lines.append(f"  generation {number}: ranks {ranks} were healed after step {step}")
+        for step, (verdict, hosts) in generation.replays.items():
+            where = f": {', '.join(hosts)}" if hosts else ""
+            lines.append(f"  generation {number}: replay in step {step}, {verdict}{where}")
         if generation.failed:
             lines.append(f"  generation {number}: checkpoints of steps {generation.failed} failed")
     return lines

@@ -20,6 +20,7 @@ from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
 from hvdtrain.checkpoint.spread import open_part, to_current_names
 from hvdtrain.data.files import former_of
 from hvdtrain.data.order import SHUFFLED
+from hvdtrain.engine.integrity import ShardHash, TensorHash, whole_digest
 from hvdtrain.engine.loop import Callback, Loop, Progress, StepRecord
 from hvdtrain.engine.spikes import Rollback
 from hvdtrain.engine.step import AppliedSteps
@@ -315,6 +316,15 @@ class OptimizerState:
         if unknown:
             raise UserError(f"the checkpoint's optimizer knows parameters {sorted(unknown)}")
         set_state_tensors(self._optimizer, self._model, tensors)
+
+
+def state_hash(state: RunState, of_tensors: TensorHash) -> str:
+    """Hash of parameters and optimizer state, however they are sharded; every rank calls it."""
+    if state.spanned:
+        return whole_digest(of_tensors, state.saved_shards()).hex()
+    if state.sharded is not None:
+        return ShardHash(state.sharded, of_tensors).whole(state.compared()).hex()
+    return of_tensors(state.compared()).hex()
 
 
 class Snapshot:

@@ -20,6 +20,7 @@ from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.engine.local_steps import LocalSteps
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, TrainingPlan
 from hvdtrain.engine.memory import arrange_activations, compile_blocks
+from hvdtrain.engine.replay import Replay, ReplayActions, ReplayPlan
 from hvdtrain.engine.state import ORDER, PRECISION, RunState, Snapshot
 from hvdtrain.engine.step import TrainStep, Update
 from hvdtrain.errors import UserError
@@ -196,8 +197,13 @@ def build_loop(
     callbacks: list[Callback],
     interruptions: Interruptions,
     context: RankContext,
+    actions: ReplayActions | None = None,
 ) -> Loop:
-    """Build the loop of one generation."""
+    """Build the loop of one generation.
+
+    Args:
+        actions: called by replays; None: no replays.
+    """
     state, exchange = components.state, components.exchange
     resolved, buckets = components.prepared.resolved, components.buckets.train
     batch = config.batch
@@ -216,6 +222,11 @@ def build_loop(
         loss_scale,
         components.strategy.norm(context.device),
     )
+    script = optional(components.task, "script_state")
+    # In a script with its own loop, only the script can compute a gradient.
+    every = (config.integrity.replay_every or 0) if actions is not None and script is None else 0
+    topology = context.mesh.topology
+    plan = ReplayPlan(every, topology.rank, topology.hosts)
     loader = TrainLoader(
         components.datasets.train,
         samples=state.progress.samples,
@@ -224,9 +235,17 @@ def build_loop(
         seed=config.seed,
         loading=components.loading(),
         buckets=buckets,
+        replayed=plan.replayed,
     )
+    replay = None
+    if plan.every and topology.world_size > 1 and actions is not None:
+        assert isinstance(passes, Accumulate)
+        trained, progress = exchange.trained, state.progress
+        replay = Replay(
+            plan, passes, trained, loader, lambda: progress.samples, actions, context
+        )  # fmt: skip
     step = TrainStep(
-        passes, exchange, update, batch, context, buckets, sharded, components.agreement
+        passes, exchange, update, batch, context, buckets, sharded, components.agreement, replay
     )
     rate = optional(components.task, "schedule") or partial(
         learning_rate, config.schedule, config.optim.lr, steps=config.train.steps
@@ -248,7 +267,7 @@ def build_loop(
         callbacks,
         interruptions,
         context,
-        optional(components.task, "script_state"),
+        script,
     )
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from hvdtrain.config import Settings
 from hvdtrain.elastic.membership import Membership
 from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity
 from hvdtrain.engine.callbacks.evaluate import evaluating
-from hvdtrain.engine.integrity import TensorHash, state_hash
+from hvdtrain.engine.integrity import TensorHash
 from hvdtrain.engine.loop import Interruptions, Loop, Progress, SpikeRollback, Step
+from hvdtrain.engine.replay import ReplayActions
 from hvdtrain.engine.spikes import Spike
-from hvdtrain.engine.state import Snapshot
+from hvdtrain.engine.state import Snapshot, state_hash
 from hvdtrain.errors import EXIT_PREEMPTED, UserError, crash
 from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.log import logger
@@ -32,6 +34,7 @@ from hvdtrain.run.manifest import build_manifest, run_facts, start_facts
 from hvdtrain.run.recorder import PersistentState, RunRecorder
 from hvdtrain.run.resume import resume, roll_back
 from hvdtrain.run.start_checks import check_hierarchical, raise_first
+from hvdtrain.run_files.host_records import WRONG
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.collectives import gather_json, on_all_ranks
@@ -406,7 +409,14 @@ class Generation:
             self._launched.finish,
         )
         listed = callbacks.as_list()
-        loop = build_loop(self._config, self._components, listed, interruptions, context)
+        loop = build_loop(
+            self._config,
+            self._components,
+            listed,
+            interruptions,
+            context,
+            self._replay_actions(outputs.recorder),
+        )
         if cause.name != "launch" and self._topology.rank == 0:
             seconds = time.time() - cause.since
             logger.info("resumed after step %d, %.2f s later", loop.progress.step, seconds)
@@ -426,6 +436,17 @@ class Generation:
                 loop, callbacks, persistent.recorder.writer, self._components, persistent.directory
             )
         return self._finish(persistent.recorder, EXIT_PREEMPTED if loop.preempted else 0)
+
+    def _replay_actions(self, recorder: RunRecorder | None) -> ReplayActions:
+        membership, exporter = self._launched.membership, self._components.exporter
+        actions = ReplayActions(
+            exclude=partial(membership.leave, cause=WRONG) if membership is not None else None
+        )
+        if recorder is not None:
+            actions = replace(actions, emit=recorder.events.write)
+        if exporter is not None and self._topology.rank == 0:
+            actions = replace(actions, count=exporter.replayed)
+        return actions
 
     def _finish(self, recorder: RunRecorder | None, code: int) -> int:
         """Wait for scrapes, sinks and the other ranks; return the exit code."""

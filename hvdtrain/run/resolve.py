@@ -5,7 +5,8 @@
 - `batch.global_size` and `optim.lr`, if `batch.per_rank_size` is set, from the number of ranks;
 - `train.steps`, if `train.epochs` is set, from the number of samples;
 - the buckets of samples by length, if `batch.max_tokens` is set;
-- the specification of the samples' order, unless they are in buckets or the dataset is iterable.
+- the specification of the samples' order, unless they are in buckets or the dataset is iterable;
+- `integrity.replay_every`, if it is null, from what the run allows.
 
 `memory.fit` derives `batch.micro_size` later, because it needs the model (fit.py).
 """
@@ -29,6 +30,7 @@ from hvdtrain.data.order import (
     has_order,
     specification_of,
 )
+from hvdtrain.engine.config import DEFAULT_REPLAY_EVERY, IntegrityConfig
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.tasks import Datasets
@@ -103,7 +105,7 @@ def resolve(settings: Settings, topology: Topology, datasets: Datasets) -> Resol
         UserError: a key refers to a step beyond the last one, requires validation data, or the
             samples cannot be sorted by length or read in the configured order.
     """
-    config = with_global_batch(settings.config, topology.world_size)
+    config = with_replays(with_global_batch(settings.config, topology.world_size), datasets)
     buckets = build_buckets(config, datasets)
     order = build_specification(config, datasets)
     config = with_steps(config, datasets, buckets.train)
@@ -143,6 +145,27 @@ def with_global_batch(config: Config, world_size: int) -> Config:
     factor = {"none": 1.0, "linear": float(world_size), "sqrt": world_size**0.5}
     optim = replace(config.optim, lr=config.optim.lr * factor[config.optim.scale_lr])
     return replace(config, batch=batch, optim=optim)
+
+
+def with_replays(config: Config, datasets: Datasets) -> Config:
+    """Return the configuration with a number in `integrity.replay_every`.
+
+    Raises:
+        UserError: replays are configured, but the samples can only be read in their own order.
+    """
+    every, own_order = config.integrity.replay_every, has_own_order(datasets.train)
+    if every and own_order:
+        raise UserError(
+            f"integrity.replay_every {every}: the training data is an IterableDataset, of which a "
+            "rank cannot load another rank's micro-batch: use 0"
+        )
+    if every is not None:
+        return config
+    try:
+        every = 0 if own_order else DEFAULT_REPLAY_EVERY
+        return replace(config, integrity=IntegrityConfig(every))
+    except ValueError:  # the table of checks excludes them
+        return replace(config, integrity=IntegrityConfig(0))
 
 
 def with_steps(config: Config, datasets: Datasets, buckets: SampleBuckets | None = None) -> Config:

@@ -492,12 +492,15 @@ def test_run_started_from_another_runs_checkpoint_is_clean(tmp_path: Path) -> No
 def test_report_lists_healed_ranks_failed_saves_and_skipped_steps(history: History) -> None:
     history.events.write("healed", step=60, ranks=[1])
     history.events.write("checkpoint_failed", step=60, error="disk full")
+    history.events.write("replay", step=61, verdict="wrong", ranks=[1], hosts=["node2"])
+    history.events.write("replay", step=62, verdict="inexact", ranks=[], hosts=[], bound=1e-5)
     lines = _read(history.directory, "metrics")
     lines[6]["skipped"] = True
     _write(history.directory, "metrics", lines)
     text = audit(history.directory).to_text()
     for part in ("ranks [1] were healed after step 60", "of steps [60] failed", "steps [7]"):
         assert part in text, text
+    assert "replay in step 61, wrong: node2\n" in text and "step 62, inexact\n" in text, text
 
 
 def test_run_without_events_is_rejected(

@@ -34,6 +34,7 @@ ON = {
     "exchange.compression": "topk",
     "exchange.sync_every": "4",
     "exchange.outer": "nesterov",
+    "integrity.replay_every": "100",
     "memory.fit": "true",
     "compile.enabled": "true",
     "precision.cudnn_benchmark": "true",

@@ -351,6 +351,12 @@ def recognize(own: HuggingFaceConfig, data: DataConfig, template: bool) -> LineF
         return text
     if found is None:
         keys = ", ".join(line) or "none"
+        for key in ("input_key", "target_key"):
+            name = getattr(own, key)
+            if name is not None and name not in line:
+                raise UserError(
+                    f"huggingface.{key}: {path}: {where} has no key {name!r}, only {keys}"
+                )
         raise UserError(
             f"{path}: {where} has an unknown format, with the keys {keys}. Known are {_KNOWN}; "
             "other keys are named by huggingface.input_key and huggingface.target_key, or by "

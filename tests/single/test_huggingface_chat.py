@@ -429,6 +429,10 @@ def _no_file(root: Path) -> dict[str, Any]:
     return {"data__train": chats(root / "a.jsonl"), "chat_template": str(root / "none")}
 
 
+def _no_key(root: Path) -> dict[str, Any]:
+    return {"data__train": chats(root / "a.jsonl"), "input_key": "dialog"}
+
+
 MISTAKES: list[tuple[Callable[[Path], dict[str, Any]], str]] = [
     (_mixed, "a.jsonl is a file of JSON lines, and .*b.txt is not: name files of one kind"),
     (_json, "a.json is a JSON file, and as text its raw content would be trained on"),
@@ -437,6 +441,7 @@ MISTAKES: list[tuple[Callable[[Path], dict[str, Any]], str]] = [
     (_text, "huggingface.pack is for answers and chats"),
     (_validation, "must both be JSON lines, or neither"),
     (_masked, "data.document_mask is for text; for answers and chats, huggingface.pack"),
+    (_no_key, "huggingface.input_key: .*a.jsonl: line 1 has no key 'dialog', only messages"),
     (_no_file, "huggingface.chat_template: .*none: No such file"),
 ]
 

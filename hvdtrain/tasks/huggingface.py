@@ -152,7 +152,8 @@ class HuggingFace:
         if self._classifies:
             raise UserError("huggingface.learn labels trains a classifier, which writes no text")
         if tokenizer is not None:
-            self.config = replace(self.config, data=replace(self.config.data, tokenizer=tokenizer))
+            data = replace(self.config.data, source="text", tokenizer=tokenizer)
+            self.config = replace(self.config, data=data)
         self._directory, model = _load(self.config, weights)
         return model
 

@@ -32,14 +32,15 @@ class ChatTemplate:
     def __init__(
         self, source: str | dict[str, str], name: str, tokenizer: Path, directory: ModelDirectory
     ) -> None:
-        special = {name: directory.special_token(name) for name in _NAMED_TOKENS}
         self.source = source
         self._name = name
         self._tokenizer: Any = library().PreTrainedTokenizerFast(
-            tokenizer_file=str(tokenizer),
-            chat_template=source,
-            **{name: token for name, token in special.items() if token is not None},
+            tokenizer_file=str(tokenizer), chat_template=source
         )
+        for kind in _NAMED_TOKENS:
+            token = directory.special_token(kind)
+            if token in self._tokenizer.get_vocab():  # an unknown one would be added
+                setattr(self._tokenizer, kind, token)
 
     def encode(self, chat: Chat, line: Line | None = None) -> tuple[list[int], list[bool]]:
         """(tokens, whether each is part of a message to train on).

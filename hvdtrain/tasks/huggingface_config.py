@@ -54,13 +54,9 @@ class HuggingFaceConfig:
             f"huggingface.labels are for huggingface.learn labels, not {self.learn}",
         )
         require(
-            not self.pack or self.learn in (None, "answers"),
-            f"huggingface.pack is for huggingface.learn answers, not {self.learn}; samples of text "
-            "are always packed, and data.document_mask keeps their documents apart",
-        )
-        require(
-            not self.labels or 1 < len(set(self.labels)) == len(self.labels),
-            f"huggingface.labels must be at least two distinct names, not {self.labels}",
+            self.learn in (None, "answers") or not (self.pack or self.chat_template),
+            "huggingface.pack and huggingface.chat_template are for huggingface.learn answers, not "
+            f"{self.learn}",
         )
 
 

@@ -73,6 +73,7 @@ def read_data(config: HuggingFaceTaskConfig, directory: ModelDirectory) -> TextD
     """Read the data; raise UserError if it cannot be read or does not match the model."""
     own, data = config.huggingface, config.data
     context = _context(own.context, directory)
+    tokenizer = None if data.source == "tokens" else _read_tokenizer(config, directory)
     lines = holds_lines("data.train", data.train, data.source)
     if data.validation and lines != holds_lines("data.validation", data.validation, data.source):
         raise UserError("data.train and data.validation must both be JSON lines, or neither")
@@ -82,12 +83,12 @@ def read_data(config: HuggingFaceTaskConfig, directory: ModelDirectory) -> TextD
                 f"huggingface.learn {own.learn} needs data.train, files of JSON lines (*.jsonl, "
                 "*.ndjson), and data.source text or jsonl"
             )
-        return _windows(config, data, directory, context)
-    tokenizer = _read_tokenizer(config, directory)
+        return _windows(config, data, directory, tokenizer, context)
+    assert tokenizer is not None
     template = find_template(own.chat_template, tokenizer_file(config, directory), directory)
     form = recognize(own, data, template is not None)
     if form.kind == "text":
-        found = _windows(config, replace(data, source="jsonl"), directory, context)
+        found = _windows(config, replace(data, source="jsonl"), directory, tokenizer, context)
     elif form.chats and template is None:
         raise UserError(
             f"huggingface.model: {directory.path} has no chat template (chat_template.jinja, or "
@@ -131,15 +132,19 @@ def _check_vocabulary(directory: ModelDirectory, tokens: int) -> None:
 
 
 def _windows(
-    config: HuggingFaceTaskConfig, data: DataConfig, directory: ModelDirectory, context: int
+    config: HuggingFaceTaskConfig,
+    data: DataConfig,
+    directory: ModelDirectory,
+    tokenizer: Tokenizer | None,
+    context: int,
 ) -> TextData:
     """Samples of consecutive text."""
-    if config.huggingface.pack:
+    if config.huggingface.pack or config.huggingface.chat_template is not None:
         raise UserError(
-            "huggingface.pack is for answers and chats; samples of text are always packed, and "
-            "data.document_mask keeps their documents apart"
+            "huggingface.pack and huggingface.chat_template are for answers and chats, and "
+            "data.train is text: its samples are always packed, and data.document_mask keeps the "
+            "documents apart"
         )
-    tokenizer = None if data.source == "tokens" else _read_tokenizer(config, directory)
     packed = read_packed(data, tokenizer)
     if tokenizer is None:
         _check_vocabulary(directory, packed.meta.vocab_size)
@@ -394,7 +399,8 @@ class Answers(Dataset[tuple[Tensor, Tensor]]):
         if count > context + 1 and not self.tokens.truncate:
             raise self.tokens.too_long(line.where, count)
         ids, trained = ids[: context + 1], trained[: context + 1]
-        trained[:1] = [False][: len(ids)]  # nothing predicts the first token
+        if trained:
+            trained[0] = False  # nothing predicts the first token
         if not any(trained):
             raise UserError(
                 f"{line.where}: no token to train on remains: the answer is empty, or it begins "
@@ -412,7 +418,7 @@ class Packed(Dataset[tuple[Tensor, Tensor, Tensor]]):
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
         lengths = answers.lengths()
-        self._samples = pack(lengths.tolist(), answers.tokens.context)
+        self._samples = best_fit(lengths.tolist(), answers.tokens.context)
         self._lengths = np.array([lengths[sample].sum() for sample in self._samples])
 
     def __len__(self) -> int:
@@ -432,7 +438,7 @@ class Packed(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return tokens, targets, torch.cat([torch.arange(len(part)) for part, _ in parts])
 
 
-def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
+def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Pack items into bins of `size`, with best-fit decreasing (Johnson et al., 1974).
 
     Args:

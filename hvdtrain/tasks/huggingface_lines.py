@@ -322,7 +322,8 @@ def holds_lines(key: str, patterns: Sequence[str], source: str) -> bool:
     if all(path.suffix == ".json" for path in others) and others:
         raise UserError(
             f"{key}: {others[0]} is a JSON file, and as text its raw content would be trained on: "
-            "write one object per line, such as with `jq -c '.[]' x.json > x.jsonl`"
+            "write one object per line, such as with `jq -c '.[]' x.json > x.jsonl`, or name it "
+            "*.jsonl if it has one object per line"
         )
     return bool(lines)
 

@@ -30,7 +30,7 @@ _MODELS = {
 }
 # The last one: threads of tokenizers would not survive the fork of loader.workers.
 _ENVIRONMENT = {
-    "HF_HUB_ENVIRONMENT": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
 _POSITIONS_AFTER_PADDING = ("roberta", "camembert", "longformer")
 # Maximum number of names in a message.

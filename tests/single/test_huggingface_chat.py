@@ -20,7 +20,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.tasks import Datasets
 from hvdtrain.tasks.huggingface import HuggingFace
 from hvdtrain.tasks.huggingface_config import HuggingFaceConfig, HuggingFaceTaskConfig
-from hvdtrain.tasks.huggingface_data import IGNORED, Packed, pack
+from hvdtrain.tasks.huggingface_data import IGNORED, Packed, best_fit, prompt_of
 from tests.support.transformer_directories import (
     CHATML,
     MARKED_CHATML,
@@ -90,6 +90,8 @@ def _expected(
     directory: Path, pieces: list[tuple[str, bool]], begin: tuple[int, ...] = ()
 ) -> tuple[list[int], list[int]]:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     ids, trained = [*begin], [False] * len(begin)
     for text, mark in pieces:
         own = tokenizer.encode(text, add_special_tokens=False).ids
@@ -236,12 +238,12 @@ def test_log_says_which_format_was_recognized(
 
 @given(st.lists(st.integers(1, 50), max_size=80))
 def test_packing_is_complete_and_no_two_bins_fit_into_one(lengths: list[int]) -> None:
-    bins = pack(lengths, 50)
+    bins = best_fit(lengths, 50)
     assert sorted(item for chosen in bins for item in chosen) == [*range(len(lengths))]
     sums = sorted(sum(lengths[item] for item in chosen) for chosen in bins)
     assert all(total <= 50 for total in sums)
     assert len(sums) < 2 or sums[0] + sums[1] > 50
-    assert bins == pack(lengths, 50)
+    assert bins == best_fit(lengths, 50)
 
 
 @torch.no_grad()
@@ -438,7 +440,7 @@ MISTAKES: list[tuple[Callable[[Path], dict[str, Any]], str]] = [
     (_json, "a.json is a JSON file, and as text its raw content would be trained on"),
     (_empty, "data.train: every file that matches .*a.jsonl' is empty"),
     (_blank, "data.train: .*a.jsonl has only empty lines"),
-    (_text, "huggingface.pack is for answers and chats"),
+    (_text, "huggingface.pack and .* are for answers and chats, and data.train is text"),
     (_validation, "must both be JSON lines, or neither"),
     (_masked, "data.document_mask is for text; for answers and chats, huggingface.pack"),
     (_no_key, "huggingface.input_key: .*a.jsonl: line 1 has no key 'dialog', only messages"),
@@ -459,11 +461,32 @@ def test_unusable_data_is_rejected_with_one_message(
 def test_template_in_tokenizer_config_is_used(root: Path, tmp_path: Path) -> None:
     directory = add_template(make(tmp_path / "llama", "llama", max_position_embeddings=POSITIONS))
     (directory / "chat_template.jinja").unlink()
-    for found in (CHATML, [{"name": "default", "template": CHATML}]):
-        facts = {"eos_token": "</s>", "chat_template": found}
+    file = directory / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.enable_truncation(4)  # as in some files
+    tokenizer.enable_padding(length=200)
+    tokenizer.save(str(file))
+    template = "{{ bos_token }}{{ eos_token[:0] }}" + CHATML
+    for found in (template, [{"name": "default", "template": template}]):
+        facts = {"eos_token": "</s>", "chat_template": found, "bos_token": {"content": "<s>"}}
         (directory / "tokenizer_config.json").write_text(json.dumps(facts))
         sample = _sample(directory, tmp_path / "a.jsonl", {"messages": MESSAGES})
-        _assert_equal(sample, _expected(directory, PIECES))
+        _assert_equal(sample, _expected(directory, PIECES, begin=(0,)))
+    facts = {"chat_template": CHATML, "bos_token": "<unknown>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(facts))
+    sample = _sample(directory, tmp_path / "a.jsonl", {"messages": MESSAGES})
+    _assert_equal(sample, _expected(directory, PIECES))
+
+
+def test_prompt_of_generate_has_the_format_of_the_data(root: Path) -> None:
+    task, _ = _task(root / "chat", root / "chats.jsonl")
+    assert task._directory is not None
+    user = "<|im_start|>user\nName it.<|im_end|>\n<|im_start|>assistant\n"
+    prompts = {"chat": ((), user), "alpaca": ((0,), PROMPT), "answer": ((0,), "Name it.")}
+    for name, (begin, text) in prompts.items():
+        _, tokens, ends = prompt_of(task.config, task._directory, "Name it.", name)
+        expected, _ = _expected(root / "chat", [(text, False), ("x", False)], begin)
+        assert tokens == expected and ends == [1, 311][: 1 + (name == "chat")]
 
 
 def test_tokens_agree_with_transformers_tokenizer(root: Path, tmp_path: Path) -> None:

@@ -323,7 +323,7 @@ class Generation:
             self._launched.settings,
             self._topology,
             components.device,
-            components.datasets.fingerprint,
+            components.datasets,
             recorder.starts,
             self._context.mesh.grid,
         )

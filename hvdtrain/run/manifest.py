@@ -21,6 +21,7 @@ from hvdtrain.run.build import RunComponents
 from hvdtrain.run.resolve import dataset_size
 from hvdtrain.runtime.init import built_with, controller
 from hvdtrain.runtime.mesh import Grid, Topology
+from hvdtrain.tasks import Datasets
 
 
 def run_facts(config: Config) -> dict[str, str]:
@@ -36,7 +37,7 @@ def build_manifest(
     settings: Settings,
     topology: Topology,
     device: torch.device,
-    fingerprint: str | None,
+    datasets: Datasets,
     starts: list[dict[str, Any]],
     grid: Grid,
 ) -> dict[str, Any]:
@@ -59,7 +60,8 @@ def build_manifest(
         "device": device.type,
         "threads_per_rank": torch.get_num_threads(),
         "git_commit": _git_commit(),
-        "data_fingerprint": fingerprint,
+        "data_fingerprint": datasets.fingerprint,
+        **({"data_format": datasets.format} if datasets.format else {}),
         "seed": settings.config.seed,
         "restarts": len(starts) - 1,
         "starts": starts,

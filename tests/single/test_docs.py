@@ -190,7 +190,8 @@ COMMANDS = sorted({code for code in _ours() if code.startswith("hvdtrain ")})
 
 @pytest.mark.parametrize("flags", KEYS)
 def test_flags_of_the_migration_page_are_accepted(flags: str) -> None:
-    task = "image" if "--image." in flags else "language_model"
+    tasks = ("image", "huggingface")
+    task = next((task for task in tasks if f"--{task}." in flags), "language_model")
     parse(["--task", task, *shlex.split(flags)])
 
 

@@ -1,0 +1,334 @@
+"""checkpoint.mirror against a real S3 server: complete, or named and not used."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hvdtrain import cli
+from hvdtrain.checkpoint import mirror as mirror_module
+from hvdtrain.checkpoint.config import CheckpointConfig
+from hvdtrain.checkpoint.format import Checkpoint
+from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.checkpoint.mirror import Bucket, Mirror, check_mirror
+from hvdtrain.errors import UserError
+from tests.support.runs import REPOSITORY, TINY, losses, metrics, run, train, weights
+from tests.support.s3 import BUCKET, S3Server, s3_server
+
+STARTED = 1.7e9
+FLAGS = ["--schedule.name", "constant", "--checkpoint.every", "2"]
+EXACT = [*FLAGS, "--exchange.name", "exact"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+class Mirrored:
+    """A run directory whose checkpoints are mirrored, without ranks."""
+
+    def __init__(self, run: Path, url: str, keep: int = 2, **config: Any) -> None:
+        self.run, self.url = run, url
+        self.events: list[dict[str, Any]] = []
+        kept = CheckpointConfig(keep=keep, **config)
+        self.mirror = Mirror(run, url, kept, job=id(self))
+        self.manager = CheckpointManager(
+            run / "checkpoints", keep, keep_best=kept.keep_best, mirror=self.mirror
+        )
+
+    def open(self, resumed_at: int = 0) -> Mirrored:
+        def emit(event: str, **fields: Any) -> None:
+            self.events.append({"event": event, **fields})
+
+        self.mirror.open(STARTED, resumed_at, emit)
+        return self
+
+    def save(self, step: int, loss: float | None = None) -> None:
+        (self.run / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(step)))
+        tensors = {"w": torch.full((1000,), float(step))}
+        parts = {"model": tensors, "optimizer": {"w/exp_avg": tensors["w"] + 1}}
+        evaluations = [] if loss is None else [[step, loss]]
+        self.manager.save(Checkpoint(parts, {"step": step, "evaluations": evaluations}))
+
+    def wait(self) -> None:
+        assert self.mirror.wait(60)
+
+    def names(self, event: str) -> list[int]:
+        return [found["step"] for found in self.events if found["event"] == event]
+
+
+Make = Callable[..., Mirrored]
+
+
+@pytest.fixture
+def mirrored(server: S3Server, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Return a maker of `Mirrored`; all share the run ID "run" and one prefix in the bucket."""
+    made: list[Mirrored] = []
+    prefix = f"s3://{BUCKET}/{request.node.name}"
+
+    def make(where: str, url: str = prefix, **config: Any) -> Mirrored:
+        made.append(Mirrored(tmp_path / where / "run", url, **config))
+        made[-1].run.mkdir(parents=True, exist_ok=True)
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.mirror.close()
+
+
+def _steps(server: S3Server, url: str) -> list[int]:
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    found = (name.split("/") for name in server.objects(f"{prefix}/"))
+    return sorted(int(path[1][5:]) for path in found if path[2:] == ["complete"])
+
+
+def _key(one: Mirrored, name: str) -> str:
+    return f"{one.url}/{name}".removeprefix(f"s3://{BUCKET}/")
+
+
+def test_run_without_its_directory_resumes_bitwise_from_the_mirror(
+    server: S3Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mirror = ["--checkpoint.mirror", f"s3://{BUCKET}/whole"]
+    first = train(tmp_path, "run", [*EXACT, *mirror, "--train.steps", "4"])
+    assert _steps(server, mirror[1]) == [2, 4]
+    shutil.rmtree(first)
+    where = ["--run.root", str(tmp_path), "--run.id", "run", "--train.steps", "8"]
+    done = run(tmp_path / "output", [*TINY, *where, *EXACT, *mirror], "mpirun:2")
+    assert done.returncode == 0, done
+    assert f"restored the checkpoint of step 4 and the run's records from {mirror[1]}" in (
+        done.stderr + done.stdout
+    )
+    shutil.rmtree(first)
+    assert train(tmp_path, "run", [*EXACT, *mirror, "--train.steps", "12"]) == first
+    plain = train(tmp_path, "plain", [*EXACT, "--train.steps", "12"])
+    assert [line["step"] for line in metrics(first)] == list(range(1, 13))
+    assert losses(first) == losses(plain)
+    assert weights(first, 12) == weights(plain, 12)
+    manifest = json.loads((first / "manifest.json").read_text())
+    assert [start["step"] for start in manifest["starts"]] == [0, 4, 8]
+    events = [json.loads(line) for line in (first / "events.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "end"] == [4, 8, 12]
+    assert [e["step"] for e in events if e["event"] == "restored"] == [4, 8]
+    assert [e["step"] for e in events if e["event"] == "mirrored"][-1] == 12
+    assert cli.main(["audit", str(first)]) == 0, capsys.readouterr()
+    for path in first.rglob("*"):
+        if path.is_file():
+            assert server.env["AWS_SECRET_ACCESS_KEY"].encode() not in path.read_bytes(), path
+
+
+def test_files_of_all_ranks_are_mirrored_and_restored(server: S3Server, tmp_path: Path) -> None:
+    zero = [*FLAGS, "--parallel.zero", "1"]
+    mirror = ["--checkpoint.mirror", f"s3://{BUCKET}/zero"]
+    train(tmp_path, "run", [*zero, *mirror, "--train.steps", "4"], "mpirun:2")
+    shutil.rmtree(tmp_path / "run")
+    again = train(tmp_path, "run", [*zero, *mirror, "--train.steps", "6"], "mpirun:2")
+    plain = train(tmp_path, "plain", [*zero, "--train.steps", "6"], "mpirun:2")
+    assert losses(again) == losses(plain)
+    assert weights(again, 6, files=3) == weights(plain, 6, files=3)
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from hvdtrain.checkpoint import mirror
+from hvdtrain.checkpoint.config import CheckpointConfig
+whole = mirror.Bucket.send
+def send(self, path, wanted, name):
+    sent = whole(self, path, wanted, name)
+    if path.name == "optimizer.safetensors":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sent
+mirror.Bucket.send = send
+run, url = sys.argv[1:]
+made = mirror.Mirror(Path(run), url, CheckpointConfig(keep=2), 7)
+made.open(1.7e9, 0, lambda *_, **__: None)
+made.wait(60)
+"""
+
+
+def test_killed_upload_is_not_a_checkpoint_and_continues(server: S3Server, mirrored: Make) -> None:
+    one = mirrored("first")
+    one.save(2)
+    killed = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(one.run), one.url],
+        cwd=REPOSITORY,
+        timeout=60,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert _key(one, "step_00000002/optimizer.safetensors") in server.objects()
+    assert _steps(server, one.url) == []
+    other = mirrored("other")
+    other.mirror.restore(None, fresh=False)
+    assert not list((other.run / "checkpoints").glob("*"))
+    one.open().wait()
+    (event,) = one.events
+    assert event["event"] == "mirrored" and event["step"] == 2
+    assert event["bytes"] > 8000 and event["sent_bytes"] < 1000  # only state.json and the records
+    other.mirror.restore(None, fresh=False)
+    assert other.mirror.restored == {**other.mirror.restored, "step": 2}
+    restored = other.run / "checkpoints/step_00000002/optimizer.safetensors"
+    saved = one.run / "checkpoints/step_00000002/optimizer.safetensors"
+    assert restored.read_bytes() == saved.read_bytes()
+    assert (other.run / "metrics.jsonl").read_text().count("\n") == 2
+
+
+def test_damaged_object_is_named_and_the_one_before_it_used(
+    server: S3Server, mirrored: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = mirrored("first").open()
+    for step in (2, 4):
+        one.save(step)
+        one.wait()
+    server.flip_last_bit(_key(one, "step_00000004/optimizer.safetensors"))
+    other = mirrored("other")
+    with caplog.at_level(logging.WARNING, "hvdtrain"):
+        other.mirror.restore(None, fresh=False)
+    name = f"{one.url}/step_00000004: optimizer.safetensors was altered (checksum differs)"
+    assert name in caplog.text
+    assert other.mirror.restored is not None and other.mirror.restored["step"] == 2
+    assert [p.name for p in (other.run / "checkpoints").iterdir()] == ["step_00000002"]
+    other.open(resumed_at=2).wait()  # the run continues from step 2
+    assert _steps(server, one.url) == [2]
+    server.client.delete_object(Bucket=BUCKET, Key=_key(one, "step_00000002/model.safetensors"))
+    with pytest.raises(UserError, match=r"no checkpoint in s3.* is intact \(step_00000002\)"):
+        mirrored("third").mirror.restore(None, fresh=False)
+
+
+def test_damaged_local_checkpoint_is_replaced_and_never_uploaded(
+    server: S3Server, mirrored: Make
+) -> None:
+    one = mirrored("first").open()
+    one.save(2)
+    one.wait()
+    path = one.run / "checkpoints/step_00000002/model.safetensors"
+    intact = path.read_bytes()
+    path.write_bytes(intact[:-1] + b"?")
+    found = one.manager.newest()
+    assert found is not None and found.state["step"] == 2 and path.read_bytes() == intact
+    one.mirror.close()
+    other = mirrored("first")
+    other.save(4)
+    damaged = other.run / "checkpoints/step_00000004/model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    other.open().wait()
+    assert _steps(server, one.url) == [2] and other.names("mirror_failed") == [4]
+    assert "model.safetensors was altered" in other.events[0]["error"]
+
+
+def test_mirror_keeps_the_newest_and_the_best(server: S3Server, mirrored: Make) -> None:
+    one = mirrored("first", keep_best=True).open()
+    for step, loss in ((2, 3.0), (4, 1.0), (6, 2.0), (8, 2.5), (10, 2.2)):
+        one.save(step, loss)
+        one.wait()
+    assert _steps(server, one.url) == [4, 8, 10]
+    one.mirror.close()
+    again = mirrored("first", keep_best=True).open(resumed_at=10)
+    again.save(12, 2.1)
+    again.wait()
+    assert _steps(server, one.url) == [4, 10, 12]
+    kept = {json.loads(server.get(_key(one, f"step_{n:08}/records.json")))["metrics.jsonl"][0]
+            for n in (4, 10, 12)}  # fmt: skip
+    there = {name.rpartition("/")[2] for name in server.objects(_key(one, "records/"))}
+    assert there == kept
+
+
+def test_unavailable_store_is_reported_once_and_caught_up_later(
+    server: S3Server, mirrored: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror_module, "_RETRY_SECONDS", (0.01, 0.01))
+    one = mirrored("first").open()
+    one.wait()
+    whole = Bucket.send
+    attempts = []
+
+    def refused(*arguments: Any) -> int:
+        attempts.append(arguments)
+        raise ConnectionError("unreachable")
+
+    monkeypatch.setattr(Bucket, "send", refused)
+    one.save(2)
+    one.wait()
+    assert len(attempts) == 3 and one.names("mirror_failed") == [2] and one.mirror.failures == 1
+    monkeypatch.setattr(Bucket, "send", whole)
+    one.save(4)
+    one.wait()
+    assert one.names("mirrored") == [4, 2] and _steps(server, one.url) == [2, 4]
+
+
+def test_second_writer_stops_the_first_and_other_runs_are_refused(
+    server: S3Server, mirrored: Make
+) -> None:
+    one = mirrored("first").open()
+    one.save(2)
+    one.wait()
+    with pytest.raises(UserError, match="holds the run \"run\", not 'other'"):
+        check_mirror(one.url, "other")
+    local = mirrored("local")  # the same ID, but another run
+    local.save(1)
+    with pytest.raises(UserError, match="holds another run of the ID run, which began at"):
+        local.mirror.restore(STARTED + 1, fresh=False)
+    with pytest.raises(UserError, match="already contains this run, and run.resume is never"):
+        mirrored("fresh").mirror.restore(None, fresh=True)
+    other = mirrored("other")
+    other.mirror.restore(None, fresh=False)
+    other.open(resumed_at=2)
+    one.save(4)
+    one.wait()
+    assert one.names("mirror_lost") == [4] and _steps(server, one.url) == [2]
+    other.save(6)
+    other.wait()
+    assert _steps(server, one.url) == [2, 6]
+
+
+def test_large_files_are_verified_by_etag_without_reading_them_back(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror_module, "_S3_PART", 5 << 20)
+    for size in (3 << 20, 11 << 20, 15 << 20):
+        path = tmp_path / f"{size}.safetensors"
+        path.write_bytes(bytes(size))
+        bucket = Bucket(f"s3://{BUCKET}/large")
+        wanted = {"bytes": size, "sha256": mirror_module.sha256_of(path)}
+        monkeypatch.setattr(bucket._fs, "open", None)
+        assert bucket.send(path, wanted, path.name) == size
+        assert bucket.send(path, wanted, path.name) == 0
+    assert (
+        b"-3" in server.client.head_object(Bucket=BUCKET, Key=f"large/{path.name}")["ETag"].encode()
+    )
+
+
+@pytest.mark.parametrize("wrong", ["bucket", "key"])
+def test_unusable_mirror_ends_with_one_message_before_the_run(
+    server: S3Server, tmp_path: Path, wrong: str
+) -> None:
+    url = f"s3://{'missing' if wrong == 'bucket' else BUCKET}/run"
+    env = {"AWS_ACCESS_KEY_ID": "AKIAWRONG"} if wrong == "key" else {}
+    where = ["--run.root", str(tmp_path / "runs"), "--run.id", "run", "--checkpoint.mirror", url]
+    done = run(tmp_path / "output", [*TINY, *where], "mpirun:2", env={**server.env, **env})
+    assert done.returncode == 2, done
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert f"checkpoint.mirror {url} cannot be written (" in line, done
+    assert not (tmp_path / "runs/run").exists()
+
+
+@pytest.mark.parametrize(
+    "address", ["s3://key:secret@bucket/run", "s3://bucket/run?token=secret", "bucket/run", "s3://"]
+)
+def test_addresses_with_secrets_or_without_a_scheme_are_refused(address: str) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint\.mirror") as refused:
+        CheckpointConfig(mirror=address)
+    assert "secret" not in str(refused.value)

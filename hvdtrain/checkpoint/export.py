@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -190,7 +191,9 @@ def write_dcp(optimizer: Mapping[str, Any] | None = None) -> Write:
             name, _, entry = path.rpartition("/")
             states = content.setdefault("optimizer", {}).setdefault("state", {})
             states.setdefault(name, {})[entry] = tensor
-        dcp.save(content, checkpoint_id=directory, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.save(content, checkpoint_id=str(directory), no_dist=True)
 
     return write
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ _OF_INDEX = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", "device", "contiguous_format", "preserve_format", "strided"},
     "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},  # Python 3.13
     "builtins": {"set", "frozenset", "dict", "list", "tuple"},
 }
 # State of a training other than its weights.
@@ -83,7 +86,9 @@ def read_dcp(path: Path) -> dict[str, Tensor]:
             name: torch.empty(found.size, dtype=found.properties.dtype)
             for name, found in sizes.items()
         }
-        dcp.load(dict(tensors), storage_reader=_Reader(path, index), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(dict(tensors), storage_reader=_Reader(path, index), no_dist=True)
     except OSError as error:
         raise UserError(f"{path}: {error.filename or path}: {error.strerror or error}") from None
     except (

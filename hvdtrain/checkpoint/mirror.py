@@ -79,13 +79,15 @@ RECORDS = (
 )
 _CHUNK = 8 << 20  # bytes of a record; only the last chunk changes
 _READ = 1 << 20  # bytes
-# s3fs uploads a file of at least two parts in parts of this size, which its ETag depends on.
+# s3fs uploads a file of at least two parts in parts of this size, which its ETag depends on; S3
+# accepts 10,000 parts.
 _S3_PART = 50 << 20
+_S3_MOST_PARTS = 10_000
 _S3_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
 _S3 = {"config_kwargs": _S3_TIMEOUTS}
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3, "s3a": _S3, "file": {"auto_mkdir": True}}
 _DOWNLOADS = 4  # files at a time
-# Waits before further attempts of a failed upload; then the next checkpoint is the next attempt.
+# Waits before further attempts of a failed upload.
 _RETRY_SECONDS = (1.0, 4.0, 16.0)
 _CLOSE_SECONDS = 2.0
 
@@ -114,7 +116,7 @@ class Bucket:
             raise UserError(_not_installed(url, str(error))) from None
         except ValueError as error:
             raise UserError(f"checkpoint.mirror {url}: {error}") from None
-        self._parts = {"chunksize": _S3_PART} if protocol in ("s3", "s3a") else {}
+        self._in_parts = protocol in ("s3", "s3a")
         self._root = root.rstrip("/")
         self.url = url.rstrip("/")
 
@@ -122,12 +124,14 @@ class Bucket:
         """Return the content of a small object; None if it does not exist."""
         with self._errors(name):
             try:
-                size = self._info(name)["size"]
-                if size > SMALL_FILE_BYTES:
-                    raise OSError(errno.EFBIG, f"it has {size} bytes", f"{self.url}/{name}")
-                return bytes(self._fs.cat_file(f"{self._root}/{name}"))
+                path = f"{self._root}/{name}"
+                content = bytes(self._fs.cat_file(path, start=0, end=SMALL_FILE_BYTES + 1))
             except FileNotFoundError:
                 return None
+        if len(content) > SMALL_FILE_BYTES:
+            reason = f"it has more than {SMALL_FILE_BYTES} bytes"
+            raise OSError(errno.EFBIG, reason, f"{self.url}/{name}")
+        return content
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small object, and compare what the store then returns."""
@@ -166,8 +170,9 @@ class Bucket:
         compare(path.parent, path.name, wanted, path.stat().st_size, sha256)
         if self._has(name, wanted, tag):
             return 0
+        parts = {"chunksize": _part_bytes(wanted["bytes"])} if self._in_parts else {}
         with self._errors(name):
-            self._fs.put_file(str(path), f"{self._root}/{name}", **self._parts)
+            self._fs.put_file(str(path), f"{self._root}/{name}", **parts)
         if not self._has(name, wanted, tag):
             raise OSError(
                 errno.EIO, "it differs from the local file after the upload", f"{self.url}/{name}"
@@ -221,25 +226,30 @@ def _not_installed(url: str, missing: str) -> str:
     return f"checkpoint.mirror {url}: {missing}; `pip install 'hvdtrain[remote]'` installs s3://"
 
 
+def _part_bytes(size: int) -> int:
+    """Size of the parts of a file of `size` bytes: a multiple of _READ."""
+    return max(_S3_PART, -(-size // (_S3_MOST_PARTS * _READ)) * _READ)
+
+
 def _digests(path: Path) -> tuple[str, str]:
     """Return the sha256 of a file, and the ETag of an S3 store for it.
 
     https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity.html
     """
-    digest, parts = hashlib.sha256(), []
-    whole = path.stat().st_size < 2 * _S3_PART
+    digest, parts, part_bytes = hashlib.sha256(), [], _part_bytes(path.stat().st_size)
+    whole = path.stat().st_size < 2 * part_bytes
     with open_regular(path) as file:
         part, size = hashlib.md5(usedforsecurity=False), 0
         while block := file.read(_READ):
             digest.update(block)
             part.update(block)
             size += len(block)
-            if not whole and size % _S3_PART == 0:
+            if not whole and size % part_bytes == 0:
                 parts.append(part.digest())
                 part = hashlib.md5(usedforsecurity=False)
     if whole:
         return digest.hexdigest(), part.hexdigest()
-    if size % _S3_PART:
+    if size % part_bytes:
         parts.append(part.digest())
     tag = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
     return digest.hexdigest(), f"{tag}-{len(parts)}"
@@ -278,7 +288,7 @@ def check_mirror(url: str, run_id: str) -> None:
     """
     bucket = Bucket(url)
     try:
-        bucket.write(_PROBE, b"")
+        bucket.write(_PROBE, b"test")
         bucket.delete([_PROBE])
         _check_run(bucket, _read_claim(bucket), run_id)
     except OSError as error:
@@ -335,7 +345,7 @@ class Mirror:
     Attributes:
         uploading: the local checkpoint that is being uploaded: it must not be deleted.
         newest_step: step of the newest complete checkpoint in the mirror; 0 if there is none.
-        failures: checkpoints whose upload was given up, until the next checkpoint.
+        failures: checkpoints whose upload was given up; a later start tries again.
         sent_bytes: bytes sent so far.
         restored: step, bytes and seconds of the restored checkpoint, for the run's events.
     """
@@ -645,7 +655,6 @@ class Mirror:
         step, began, before = step_of(directory), time.monotonic(), self.sent_bytes
         try:
             size = self._upload_or_retry(directory)
-            self._given_up.clear()
             seconds, sent = time.monotonic() - began, self.sent_bytes - before
             self._emit("mirrored", step=step, seconds=seconds, bytes=size, sent_bytes=sent)
             logger.info("step %d: checkpoint uploaded to %s in %.1f s", step, self.url, seconds)
@@ -661,7 +670,7 @@ class Mirror:
             self._emit("mirror_failed", step=step, error=f"{type(error).__name__}: {error}")
             logger.error(
                 "checkpoint of step %d could not be uploaded to %s (%s: %s); training continues, "
-                "the next checkpoint is uploaded again",
+                "later checkpoints are uploaded",
                 step,
                 self.url,
                 type(error).__name__,
@@ -684,12 +693,11 @@ class Mirror:
 
     def _upload(self, directory: Path) -> int:
         """Upload a checkpoint, its marker last; return its size in bytes."""
-        self._confirm()
         name = directory.name
         sums = checked_sums(directory)
         for file, wanted in sums.items():
-            self.sent_bytes += self._bucket.send(directory / file, wanted, f"{name}/{file}")
             self._confirm()
+            self.sent_bytes += self._bucket.send(directory / file, wanted, f"{name}/{file}")
         self._bucket.write(f"{name}/{SUMS}", (directory / SUMS).read_bytes())
         chunks = self._upload_records(name)
         self._confirm()

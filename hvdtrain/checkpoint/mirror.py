@@ -92,7 +92,7 @@ _RETRY_SECONDS = (1.0, 4.0, 16.0)
 _CLOSE_SECONDS = 2.0
 
 
-class Bucket:
+class ObjectStore:
     """Objects below a URL, by name. Errors of any client library are raised as OSError.
 
     Args:
@@ -286,11 +286,11 @@ def check_mirror(url: str, run_id: str) -> None:
     Raises:
         UserError: it cannot be written, or belongs to another run.
     """
-    bucket = Bucket(url)
+    store = ObjectStore(url)
     try:
-        bucket.write(_PROBE, b"test")
-        bucket.delete([_PROBE])
-        _check_run(bucket, _read_claim(bucket), run_id)
+        store.write(_PROBE, b"test")
+        store.delete([_PROBE])
+        _check_run(store, _read_claim(store), run_id)
     except OSError as error:
         raise UserError(
             f"checkpoint.mirror {url} cannot be written ({_reason(error)}); check its name and the "
@@ -298,8 +298,8 @@ def check_mirror(url: str, run_id: str) -> None:
         ) from None
 
 
-def _read_claim(bucket: Bucket) -> MirrorClaim | None:
-    content = bucket.read(_CLAIM)
+def _read_claim(store: ObjectStore) -> MirrorClaim | None:
+    content = store.read(_CLAIM)
     if content is None:
         return None
     try:
@@ -308,13 +308,13 @@ def _read_claim(bucket: Bucket) -> MirrorClaim | None:
             raise ValueError("it is not a JSON object")
         return checked(MirrorClaim, found)
     except ValueError as error:
-        raise UserError(f"{bucket.url}/{_CLAIM} was not written by hvdtrain ({error})") from None
+        raise UserError(f"{store.url}/{_CLAIM} was not written by hvdtrain ({error})") from None
 
 
-def _check_run(bucket: Bucket, claim: MirrorClaim | None, run_id: str) -> None:
+def _check_run(store: ObjectStore, claim: MirrorClaim | None, run_id: str) -> None:
     if claim is not None and claim.run != run_id:
         raise UserError(
-            f"checkpoint.mirror {bucket.url} holds the run {shown(claim.run)}, not {run_id!r}: "
+            f"checkpoint.mirror {store.url} holds the run {shown(claim.run)}, not {run_id!r}: "
             "name another mirror, or continue the other run with --run.id"
         )
 
@@ -355,7 +355,7 @@ class Mirror:
         self._root = run / "checkpoints"
         self._config = config
         self._job = job
-        self._bucket = Bucket(url)
+        self._store = ObjectStore(url)
         self._writer = secrets.token_hex(8)
         self._started: float | None = None
         self._resumed_at = 0
@@ -375,7 +375,7 @@ class Mirror:
 
     @property
     def url(self) -> str:
-        return self._bucket.url
+        return self._store.url
 
     # --- the start of a run ---------------------------------------------------
 
@@ -392,8 +392,8 @@ class Mirror:
         """
         local = max((step_of(path) for path in finished(self._root)), default=0)
         try:
-            claim = _read_claim(self._bucket)
-            _check_run(self._bucket, claim, self._run.name)
+            claim = _read_claim(self._store)
+            _check_run(self._store, claim, self._run.name)
             steps = self._complete_steps()
             if fresh and steps:
                 raise UserError(
@@ -408,8 +408,9 @@ class Mirror:
 
     def _check_start(self, claim: MirrorClaim | None, started: float | None) -> None:
         """Refuse a mirror that holds another run of the same ID."""
-        known = claim is None or started is None
-        if known or claim.job == self._job or claim.started == started:
+        if claim is None or started is None:
+            return
+        if claim.job == self._job or claim.started == started:
             return
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(claim.started))
         raise UserError(
@@ -419,7 +420,7 @@ class Mirror:
 
     def _complete_steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
-        markers = (name.split("/") for name in self._bucket.sizes())
+        markers = (name.split("/") for name in self._store.sizes())
         named = (parts[0] for parts in markers if len(parts) == 2 and parts[1] == MARKER)
         numbers = (name.removeprefix("step_") for name in named if name.startswith("step_"))
         return sorted(int(number) for number in numbers if number.isdigit())
@@ -505,7 +506,7 @@ class Mirror:
     def _fetch_file(self, name: str, to: Path, listed: tuple[str, dict[str, Any]]) -> None:
         file, wanted = listed
         try:
-            self._bucket.receive(f"{name}/{file}", to / file)
+            self._store.receive(f"{name}/{file}", to / file)
         except FileNotFoundError:
             raise DamagedError(f"checkpoint {self.url}/{name}: {file} is missing") from None
         sha256 = sha256_of(to / file)
@@ -538,7 +539,7 @@ class Mirror:
             (self._run / record).unlink(missing_ok=True)
 
     def _existing(self, name: str, where: str = "") -> bytes:
-        content = self._bucket.read(name)
+        content = self._store.read(name)
         if content is None:
             raise DamagedError(f"{where or f'checkpoint {self.url}'}: {name} is missing")
         return content
@@ -697,11 +698,11 @@ class Mirror:
         sums = checked_sums(directory)
         for file, wanted in sums.items():
             self._confirm()
-            self.sent_bytes += self._bucket.send(directory / file, wanted, f"{name}/{file}")
-        self._bucket.write(f"{name}/{SUMS}", (directory / SUMS).read_bytes())
+            self.sent_bytes += self._store.send(directory / file, wanted, f"{name}/{file}")
+        self._store.write(f"{name}/{SUMS}", (directory / SUMS).read_bytes())
         chunks = self._upload_records(name)
         self._confirm()
-        self._bucket.write(f"{name}/{MARKER}", (directory / MARKER).read_bytes())
+        self._store.write(f"{name}/{MARKER}", (directory / MARKER).read_bytes())
         self._mirrored[step_of(directory)] = _Mirrored(loss_of(directory), chunks)
         self.newest_step = max(self._mirrored)
         try:
@@ -712,7 +713,7 @@ class Mirror:
 
     def _upload_records(self, name: str) -> set[str]:
         """Upload the run's records as they are now; return the names of their chunks."""
-        there = self._bucket.sizes(_RECORDS)
+        there = self._store.sizes(_RECORDS)
         listed: dict[str, list[str]] = {}
         for record in RECORDS:
             with suppress(FileNotFoundError), open_regular(self._run / record) as file:
@@ -720,10 +721,10 @@ class Mirror:
                 while chunk := file.read(_CHUNK):
                     digest = hashlib.sha256(chunk).hexdigest()
                     if there.get(f"{_RECORDS}/{digest}") != len(chunk):
-                        self._bucket.write(f"{_RECORDS}/{digest}", chunk)
+                        self._store.write(f"{_RECORDS}/{digest}", chunk)
                         self.sent_bytes += len(chunk)
                     listed[record].append(digest)
-        self._bucket.write(f"{name}/{_LISTED_RECORDS}", json.dumps(listed, indent=1).encode())
+        self._store.write(f"{name}/{_LISTED_RECORDS}", json.dumps(listed, indent=1).encode())
         return {chunk for chunks in listed.values() for chunk in chunks}
 
     def _upload_final_records(self) -> None:
@@ -755,22 +756,22 @@ class Mirror:
                 return file not in used
             return directory.startswith("step_") and directory not in known
 
-        self._bucket.delete([name for name in self._bucket.sizes() if unused(name)])
+        self._store.delete([name for name in self._store.sizes() if unused(name)])
 
     def _remove(self, step: int) -> None:
         """Delete a checkpoint in the mirror, its marker first."""
         name = directory_name(step)
-        self._bucket.delete([f"{name}/{MARKER}"])
+        self._store.delete([f"{name}/{MARKER}"])
         self._mirrored.pop(step, None)
-        self._bucket.delete(list(self._bucket.sizes(name)))
+        self._store.delete(list(self._store.sizes(name)))
 
     # --- ownership ------------------------------------------------------------
 
     def _claim(self) -> None:
         """Write this process's name into the mirror, and read what the mirror has."""
         assert self._started is not None
-        before = _read_claim(self._bucket)
-        _check_run(self._bucket, before, self._run.name)
+        before = _read_claim(self._store)
+        _check_run(self._store, before, self._run.name)
         steps = self._complete_steps()
         if steps:
             self._check_start(before, self._started)
@@ -784,7 +785,7 @@ class Mirror:
             socket.gethostname(),
             time.time(),
         )
-        self._bucket.write(_CLAIM, json.dumps(asdict(claim), indent=1).encode())
+        self._store.write(_CLAIM, json.dumps(asdict(claim), indent=1).encode())
         self._claimed = True
         self._mirrored = {step: self._known(step) for step in steps}
         self.supersede(self._resumed_at)
@@ -794,11 +795,11 @@ class Mirror:
         """Loss and records of a checkpoint that an earlier process has uploaded."""
         name, found = directory_name(step), _Mirrored()
         with suppress(ValueError):
-            listed = parse_json(self._bucket.read(f"{name}/{_LISTED_RECORDS}") or b"{}")
+            listed = parse_json(self._store.read(f"{name}/{_LISTED_RECORDS}") or b"{}")
             if is_of(listed, dict[str, list[str]]):
                 found.chunks = {chunk for chunks in listed.values() for chunk in chunks}
             if self._config.keep_best:
-                found.loss = loss_in(parse_json(self._bucket.read(f"{name}/{STATE}") or b"{}"))
+                found.loss = loss_in(parse_json(self._store.read(f"{name}/{STATE}") or b"{}"))
         return found
 
     def _confirm(self) -> None:
@@ -809,7 +810,7 @@ class Mirror:
         """
         if not self._claimed:
             self._claim()
-        claim = _read_claim(self._bucket)
+        claim = _read_claim(self._store)
         if claim is None or claim.writer != self._writer:
             raise _TakenOverError(
                 f"{self.url} is written by another process now"

@@ -250,7 +250,7 @@ TORCHTITAN = NameTable(
     (
         Rename(r"tok_embeddings\.weight", ("embedding.weight",)),
         Rename(r"norm\.weight", ("norm.weight",)),
-        Rename(r"output\.weight", ("head.weight",)),
+        Rename(r"(?:lm_head|output)\.weight", ("head.weight",)),  # output: up to 0.2
         Rename(r"freqs_cis|rope\.cache", ()),
         Rename(
             r"layers\.(\d+)\.attention\.(?:qkv_linear\.)?w([qk])\.weight",

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
@@ -30,7 +31,7 @@ from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.name_tables import to_gpt_names
 from hvdtrain.run.resume import load_initial_weights
 from hvdtrain.runtime.tensor_shards import model_tensors
-from tests.support.runs import train
+from tests.support.runs import REPOSITORY, train
 
 LLAMA = GPTConfig(
     layers=2, heads=4, kv_heads=2, width=16, context=8, vocab_size=11, norm="rms", mlp="swiglu",
@@ -196,6 +197,17 @@ def test_torchtitan_directory_loads_without_its_optimizer(tmp_path: Path, prefix
     }
     dcp.save({**weights, **more}, checkpoint_id=tmp_path / "step-3", no_dist=True)
     _assert_loads(tmp_path / "step-3", expected)
+
+
+def test_directory_of_torchtitan_itself_gives_its_logits() -> None:
+    """torchtitan 0.3.0's Llama 3, saved as its CheckpointManager saves a model."""
+    directory = REPOSITORY / "tests/data/torchtitan-0.3.0"
+    config = replace(LLAMA, layers=1, vocab_size=16, context=16)
+    model = _model(config).eval()
+    load_initial_weights(model, str(directory), strict=True)
+    theirs = load_file(directory / "logits.safetensors")
+    with torch.no_grad():
+        torch.testing.assert_close(model(theirs["tokens"]), theirs["logits"])
 
 
 def test_names_without_a_match_are_listed_with_shapes(tmp_path: Path) -> None:

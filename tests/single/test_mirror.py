@@ -20,7 +20,7 @@ from hvdtrain.checkpoint import mirror as mirror_module
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.format import Checkpoint
 from hvdtrain.checkpoint.manager import CheckpointManager
-from hvdtrain.checkpoint.mirror import Bucket, Mirror, check_mirror
+from hvdtrain.checkpoint.mirror import ObjectStore, Mirror, check_mirror
 from hvdtrain.errors import UserError
 from tests.support.runs import REPOSITORY, TINY, losses, metrics, run, train, weights
 from tests.support.s3 import BUCKET, S3Server, s3_server
@@ -144,13 +144,13 @@ import os, signal, sys
 from pathlib import Path
 from hvdtrain.checkpoint import mirror
 from hvdtrain.checkpoint.config import CheckpointConfig
-whole = mirror.Bucket.send
+whole = mirror.ObjectStore.send
 def send(self, path, wanted, name):
     sent = whole(self, path, wanted, name)
     if path.name == "optimizer.safetensors":
         os.kill(os.getpid(), signal.SIGKILL)
     return sent
-mirror.Bucket.send = send
+mirror.ObjectStore.send = send
 run, url = sys.argv[1:]
 made = mirror.Mirror(Path(run), url, CheckpointConfig(keep=2), 7)
 made.open(1.7e9, 0, lambda *_, **__: None)
@@ -251,18 +251,18 @@ def test_unavailable_store_is_reported_once_and_later_ones_are_sent(
     monkeypatch.setattr(mirror_module, "_RETRY_SECONDS", (0.01, 0.01))
     one = mirrored("first").open()
     one.wait()
-    whole = Bucket.send
+    whole = ObjectStore.send
     attempts = []
 
     def refused(*arguments: Any) -> int:
         attempts.append(arguments)
         raise ConnectionError("unreachable")
 
-    monkeypatch.setattr(Bucket, "send", refused)
+    monkeypatch.setattr(ObjectStore, "send", refused)
     one.save(2)
     one.wait()
     assert len(attempts) == 3 and one.names("mirror_failed") == [2] and one.mirror.failures == 1
-    monkeypatch.setattr(Bucket, "send", whole)
+    monkeypatch.setattr(ObjectStore, "send", whole)
     one.save(4)
     one.wait()
     assert one.names("mirrored") == [4] and _steps(server, one.url) == [4]
@@ -300,7 +300,7 @@ def test_large_files_are_verified_by_etag_without_reading_them_back(
     for size in (3 << 20, 11 << 20, 15 << 20):
         path = tmp_path / f"{size}.safetensors"
         path.write_bytes(bytes(size))
-        bucket = Bucket(f"s3://{BUCKET}/large")
+        bucket = ObjectStore(f"s3://{BUCKET}/large")
         wanted = {"bytes": size, "sha256": mirror_module.sha256_of(path)}
         monkeypatch.setattr(bucket._fs, "open", None)
         assert bucket.send(path, wanted, path.name) == size

@@ -347,7 +347,8 @@ class Mirror:
         newest_step: step of the newest complete checkpoint in the mirror; 0 if there is none.
         failures: checkpoints whose upload was given up; a later start tries again.
         sent_bytes: bytes sent so far.
-        restored: step, bytes and seconds of the restored checkpoint, for the run's events.
+        restored: step, bytes and seconds of the restored checkpoint, and the names of newer ones
+            that are damaged, for the run's events.
     """
 
     def __init__(self, run: Path, url: str, config: CheckpointConfig, job: int) -> None:
@@ -436,7 +437,7 @@ class Mirror:
                 damaged.append(directory_name(step))
                 continue
             seconds = time.monotonic() - began
-            self.restored = {"step": step, "bytes": size, "seconds": seconds}
+            self.restored = {"step": step, "bytes": size, "seconds": seconds, "damaged": damaged}
             logger.info(
                 "restored the checkpoint of step %d and the run's records from %s: %.1f MB in "
                 "%.1f s",
@@ -600,7 +601,12 @@ class Mirror:
             return self._changed.wait_for(lambda: self._idle, seconds)
 
     def finish(self, seconds: float) -> None:
-        """Upload the final records of the run; wait at most this time."""
+        """Upload the final records of the run; wait at most this time.
+
+        Nothing is waited for if an upload has not finished: the ranks have waited already.
+        """
+        if not self.wait(0.0):
+            return
         with self._changed:
             self._final = True
         self.notify()
@@ -618,7 +624,9 @@ class Mirror:
     def describe(self) -> str:
         """Message for users: the newest checkpoint in the mirror."""
         step = self.newest_step
-        return f"the newest one there is of step {step}" if step else "there is none"
+        if not step:
+            return "the mirror has no checkpoint"
+        return f"the newest checkpoint in the mirror is of step {step}"
 
     # --- the thread -----------------------------------------------------------
 

@@ -20,10 +20,11 @@ from hvdtrain.checkpoint import mirror as mirror_module
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.format import Checkpoint
 from hvdtrain.checkpoint.manager import CheckpointManager
-from hvdtrain.checkpoint.mirror import ObjectStore, Mirror, check_mirror
+from hvdtrain.checkpoint.mirror import Mirror, ObjectStore, check_mirror
 from hvdtrain.errors import UserError
 from tests.support.runs import REPOSITORY, TINY, losses, metrics, run, train, weights
 from tests.support.s3 import BUCKET, S3Server, s3_server
+from tests.support.slow_store import SECONDS
 
 STARTED = 1.7e9
 FLAGS = ["--schedule.name", "constant", "--checkpoint.every", "2"]
@@ -323,6 +324,22 @@ def test_unusable_mirror_ends_with_one_message_before_the_run(
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
     assert f"checkpoint.mirror {url} cannot be written (" in line, done
     assert not (tmp_path / "runs/run").exists()
+
+
+def test_slow_store_delays_neither_steps_nor_the_end(tmp_path: Path) -> None:
+    flags = [
+        *("--task", "tests.support.slow_store:SlowlyMirrored", "--telemetry.port", "0"),
+        *("--run.root", str(tmp_path), "--run.id", "run", "--checkpoint.every", "2"),
+        *("--checkpoint.mirror", f"file://{tmp_path}/mirror"),
+        *("--checkpoint.mirror_wait_seconds", "1"),
+    ]
+    done = run(tmp_path / "output", flags, "mpirun:2")
+    assert done.returncode == 0 and done.seconds < SECONDS / 3, done
+    assert "waiting up to 1 s for the upload to file://" in done.stderr, done
+    assert "has not finished after 1 s; the mirror has no checkpoint" in done.stderr, done
+    assert (tmp_path / "run/checkpoints/step_00000010/complete").exists()
+    assert max(line["step_seconds"] for line in metrics(tmp_path / "run")) < SECONDS / 3
+    assert not list((tmp_path / "mirror").glob("*/complete"))
 
 
 @pytest.mark.parametrize(

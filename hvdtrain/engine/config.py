@@ -21,8 +21,9 @@ class RunConfig:
             checkpoint: with one of this run, every start returns to it; with one of another run,
             this run begins there
         init_from: initial weights of a new run: a run, a checkpoint, a safetensors file or
-            directory, or a Hugging Face directory with the layout of GPT-2 or Llama; a resumed run
-            keeps its own weights
+            directory, a Hugging Face directory with the layout of GPT-2 or Llama, or a directory of
+            torch.distributed.checkpoint, torchtitan or Megatron-LM; a resumed run keeps its own
+            weights
         init_strict: names and shapes of the initial weights must match the model; false loads only
             those that match
     """

@@ -37,7 +37,7 @@ from hvdtrain.run.start_checks import check_hierarchical, raise_first
 from hvdtrain.run_files.host_records import WRONG
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.run_directory import RunDirectory
-from hvdtrain.runtime.collectives import gather_json, on_all_ranks
+from hvdtrain.runtime.collectives import gather_json, on_all_ranks, sum_
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import StopFlag
@@ -48,6 +48,8 @@ from hvdtrain.telemetry.exporter import ExporterAddress, write_targets
 from hvdtrain.text import encodable, plural
 
 _OPTIMIZER_VALUES = 2  # per parameter, as AdamW keeps
+# Interval of the turns while rank 0 waits for an upload, see `Generation._wait_for_mirror`.
+_TURN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -431,6 +433,8 @@ class Generation:
             loop.close()
         context.heartbeat.beat(Activity.PREPARING)
         on_all_ranks("last checkpoint", lambda: _check_saved(callbacks))
+        if self._config.checkpoint.mirror is not None:
+            self._wait_for_mirror(loop)
         if persistent.recorder is not None and persistent.recorder.writer is not None:
             log_summary(
                 loop, callbacks, persistent.recorder.writer, self._components, persistent.directory
@@ -447,6 +451,35 @@ class Generation:
         if exporter is not None and self._topology.rank == 0:
             actions = replace(actions, count=exporter.replayed)
         return actions
+
+    def _wait_for_mirror(self, loop: Loop) -> None:
+        """Return when rank 0 has uploaded its checkpoints or given up; every rank calls it.
+
+        Ranks take turns, as for the last checkpoint: one collective as long as an upload would look
+        like a rank that does not respond.
+        """
+        recorder, config, stop = self._persistent.recorder, self._config, self._launched.stop
+        mirror = recorder.mirror if recorder is not None and self._topology.rank == 0 else None
+        began = time.monotonic()
+        limit = began + config.checkpoint.mirror_wait_seconds
+        if loop.preempted and config.preempt.grace_seconds:
+            limit = min(limit, loop.asked_to_stop_at + config.preempt.grace_seconds)
+        waits = mirror is not None and not mirror.wait(0.0)
+        if mirror is not None and waits:
+            logger.info("waiting up to %.0f s for the upload to %s", limit - began, mirror.url)
+        while sum_(torch.tensor([int(waits)]), "mirror.waiting").item():
+            if mirror is None or not waits:
+                continue
+            waits = not mirror.wait(_TURN_SECONDS)
+            asked = stop.raised and not loop.preempted
+            if waits and (asked or time.monotonic() >= limit):
+                waits = False
+                logger.warning(
+                    "the upload to %s has not finished after %.0f s; %s",
+                    mirror.url,
+                    time.monotonic() - began,
+                    mirror.describe(),
+                )
 
     def _finish(self, recorder: RunRecorder | None, code: int) -> int:
         """Wait for scrapes, sinks and the other ranks; return the exit code."""

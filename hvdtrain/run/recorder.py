@@ -16,6 +16,7 @@ from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.format import Checkpoint, read
 from hvdtrain.checkpoint.layout import named
 from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.checkpoint.mirror import Mirror
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Config
 from hvdtrain.elastic.status import RENDEZVOUS
@@ -40,6 +41,8 @@ _SINK_IMPORTS_TIMEOUT_S = 15.0
 _CONFIRM_S = 5.0  # to confirm that this process still owns the run
 # Wait for a save in progress when a generation has ended; the save is lost if it takes longer.
 _LAST_SAVE_SECONDS = 10.0
+# For the mirror's copy of the end event; other ranks wait meanwhile.
+_LAST_RECORDS_SECONDS = 10.0
 _RECENT = 1000  # records of steps
 
 
@@ -50,6 +53,7 @@ class RunRecorder:
         directory: run directory, owned by this process.
         config: which checkpoints are kept.
         sinks: also receive the metrics, from `open` to `end_sinks`.
+        mirror: copy of the run's checkpoints.
 
     Attributes:
         metrics, ranks, writer: None before `open`; `ranks` is RUN/ranks.jsonl.
@@ -61,9 +65,11 @@ class RunRecorder:
         directory: RunDirectory,
         config: CheckpointConfig,
         sinks: Sequence[BackgroundSink] = (),
+        mirror: Mirror | None = None,
     ) -> None:
         self.directory = directory
         self.sinks = sinks
+        self.mirror = mirror
         held = directory.ownership.held
         self._held = held
         self.manager = CheckpointManager(
@@ -71,6 +77,7 @@ class RunRecorder:
             config.keep,
             partial(directory.ownership.confirm, _CONFIRM_S),
             config.keep_best,
+            mirror,
         )
         self.metrics: MetricsFile | None = None
         self.ranks: MetricsFile | None = None
@@ -121,8 +128,12 @@ class RunRecorder:
         for sink in self.sinks:
             sink.start(self.metrics.last_step or 0)
         self.writer = CheckpointWriter(self.manager, self.manager.newest_step(), self.events.write)
+        if self.mirror is not None:
+            self.mirror.open(self.starts[0]["time"], step, self.events.write, tolerate_errors)
         if exporter is not None:
             _export_checkpoints(exporter, self.writer)
+            if self.mirror is not None:
+                _export_mirror(exporter, self.mirror)
             self._export_history(exporter)
 
     def bring_to_disk(self) -> None:
@@ -208,6 +219,9 @@ class RunRecorder:
                 saved.add(facts["step"])
             steps = lost if facts is generations[-1] else 0
             self.events.write("start", generation=number, lost_steps=steps, **facts)
+        if self.mirror is not None and self.mirror.restored is not None:
+            self.events.write("restored", **self.mirror.restored)
+            self.mirror.restored = None
         self._restarts = len(starts) + len(missing) - 1
         events = (event for event in self.events.lines() if event.get("event") == "start")
         self._numbers = {event.get("claim", ""): event["generation"] for event in events}
@@ -219,6 +233,8 @@ class RunRecorder:
     def emit_end(self, step: int, exit_code: int) -> None:
         """Write the event of an end on which the ranks agreed."""
         self.events.write("end", step=step, exit_code=exit_code)
+        if self.mirror is not None:
+            self.mirror.finish(_LAST_RECORDS_SECONDS)
 
     def end_sinks(self, exit_code: int) -> None:
         """Close the sinks and wait a limited time for them; a second call does nothing.
@@ -247,6 +263,8 @@ class RunRecorder:
 
     def close(self) -> None:
         self._small.again()
+        if self.mirror is not None:
+            self.mirror.close()
         self.end_sinks(EXIT_CRASH)
         for file in (self.metrics, self.ranks):
             if file is not None:
@@ -272,10 +290,10 @@ class RunRecorder:
         return sum(file.failures for file in files if file is not None)
 
 
-def build_recorder(config: Config, directory: RunDirectory) -> RunRecorder:
+def build_recorder(config: Config, directory: RunDirectory, mirror: Mirror | None) -> RunRecorder:
     """Build rank 0's recorder for a run directory that it owns."""
-    sinks = build_sinks(config.telemetry, directory.path)
-    return RunRecorder(directory, config.checkpoint, [BackgroundSink(sink) for sink in sinks])
+    sinks = [BackgroundSink(sink) for sink in build_sinks(config.telemetry, directory.path)]
+    return RunRecorder(directory, config.checkpoint, sinks, mirror)
 
 
 class LateFiles:
@@ -349,6 +367,22 @@ def _export_checkpoints(exporter: Exporter, writer: CheckpointWriter) -> None:
         "checkpoint_stall_seconds",
         "Seconds for which steps waited for saves, to copy the state",
         lambda: writer.stall_seconds_total,
+    )
+
+
+def _export_mirror(exporter: Exporter, mirror: Mirror) -> None:
+    exporter.watch(
+        "mirrored_checkpoint_step",
+        "Step of the newest checkpoint in checkpoint.mirror; 0: none",
+        lambda: mirror.newest_step,
+    )
+    exporter.watch_total(
+        "mirror_failures",
+        "Checkpoints that could not be uploaded to checkpoint.mirror",
+        lambda: mirror.failures,
+    )
+    exporter.watch_total(
+        "mirror_sent_bytes", "Bytes uploaded to checkpoint.mirror", lambda: mirror.sent_bytes
     )
 
 
@@ -426,12 +460,23 @@ class PersistentState:
             self.claim = claim or self.claim
             self.directory.prepare(fresh, self.claim, tolerate_errors)
             log.to_screen(terminal())
-            self.recorder = build_recorder(self._config, self.directory)
+            mirror = self._build_mirror()
+            # Otherwise the run continues from memory.
+            if mirror is not None and not tolerate_errors:
+                starts = self.directory.starts()
+                mirror.restore(starts[0]["time"] if starts else None, fresh)
+            self.recorder = build_recorder(self._config, self.directory, mirror)
         self._open_log(topology, tolerate_errors)
         self._log_of = topology
         logger.info("run %s on %s", self.directory.path, topology.describe())
         if setting := self._config.depends_on_ranks:
             logger.info("the curve depends on the number of ranks: %s", setting)
+
+    def _build_mirror(self) -> Mirror | None:
+        config = self._config.checkpoint
+        if config.mirror is None:
+            return None
+        return Mirror(self.directory.path, config.mirror, config, self.claim.job)
 
     def _open_log(self, topology: Topology, tolerate_errors: bool) -> None:
         logs = self.directory.logs

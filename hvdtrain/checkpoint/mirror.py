@@ -590,8 +590,7 @@ class Mirror:
 
     def supersede(self, after: int) -> None:
         """Have the mirror's checkpoints of later steps deleted, which the run repeats."""
-        with self._changed:
-            self._continued_after = min(after, self._continued_after or after)
+        self._continue_after(after)
         self.notify()
 
     def wait(self, seconds: float) -> bool:
@@ -649,6 +648,11 @@ class Mirror:
                 self._final = False
                 self._upload_final_records()
 
+    def _continue_after(self, step: int) -> None:
+        with self._changed:
+            earlier = self._continued_after
+            self._continued_after = step if earlier is None else min(step, earlier)
+
     def _leave(self, after: int) -> None:
         """Delete the mirror's checkpoints of later steps; after a failure, with the next upload."""
         self._given_up = {step for step in self._given_up if step <= after}
@@ -658,8 +662,7 @@ class Mirror:
         except _TakenOverError:
             return  # the next upload reports it
         except Exception as error:
-            with self._changed:
-                self._continued_after = min(after, self._continued_after or after)
+            self._continue_after(after)
             logger.warning(
                 "%s: checkpoints after step %d, which the run repeats, could not be deleted (%s)",
                 self.url,

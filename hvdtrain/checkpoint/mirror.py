@@ -84,7 +84,8 @@ _READ = 1 << 20  # bytes
 _S3_PART = 50 << 20
 _S3_MOST_PARTS = 10_000
 _S3_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
-_S3 = {"config_kwargs": _S3_TIMEOUTS}
+# Four parts of a file are in memory at a time.
+_S3 = {"config_kwargs": _S3_TIMEOUTS, "max_concurrency": 4}
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3, "s3a": _S3, "file": {"auto_mkdir": True}}
 _DOWNLOADS = 4  # files at a time
 # Waits before further attempts of a failed upload.
@@ -151,10 +152,10 @@ class ObjectStore:
         skipped = len(self._root) + 1
         return {path[skipped:]: info["size"] or 0 for path, info in found.items()}
 
-    def delete(self, names: list[str]) -> None:
-        with self._errors(names[0] if names else ""):
-            if names:
-                self._fs.rm([f"{self._root}/{name}" for name in names])
+    def delete(self, name: str, recursive: bool = False) -> None:
+        """Delete an object, or everything below a name; neither need exist."""
+        with self._errors(name), suppress(FileNotFoundError):
+            self._fs.rm(f"{self._root}/{name}", recursive=recursive)
 
     def send(self, path: Path, wanted: Mapping[str, Any], name: str) -> int:
         """Upload a file unless the mirror has it already; return the number of bytes sent.
@@ -289,7 +290,7 @@ def check_mirror(url: str, run_id: str) -> None:
     store = ObjectStore(url)
     try:
         store.write(_PROBE, b"test")
-        store.delete([_PROBE])
+        store.delete(_PROBE)
         _check_run(store, _read_claim(store), run_id)
     except OSError as error:
         raise UserError(
@@ -493,7 +494,7 @@ class Mirror:
             with ThreadPoolExecutor(_DOWNLOADS) as pool:
                 list(pool.map(partial(self._fetch_file, name, hidden), sums.items()))
             if with_records:  # first: a run with a checkpoint must have its records
-                self._fetch_records(name)
+                self._fetch_records(name, hidden)
             write_synced(hidden / SUMS, listed)
             write_synced(hidden / MARKER, marker)
             sync_directory(hidden)
@@ -516,7 +517,8 @@ class Mirror:
         with open(to / file, "rb") as synced:
             os.fsync(synced.fileno())
 
-    def _fetch_records(self, name: str) -> None:
+    def _fetch_records(self, name: str, to: Path) -> None:
+        """Replace the run's records, all of them or none; `to`: directory for their download."""
         content = self._existing(f"{name}/{_LISTED_RECORDS}")
         where = f"checkpoint {self.url}/{name}: {_LISTED_RECORDS}"
         try:
@@ -526,8 +528,7 @@ class Mirror:
         if not is_of(listed, dict[str, list[str]]) or not set(listed) <= set(RECORDS):
             raise DamagedError(f"{where} was altered")
         for record, chunks in listed.items():
-            partial_path = self._run / f".{record}.restored"
-            with open(partial_path, "wb") as file:
+            with open(to / f".{record}", "wb") as file:
                 for chunk in chunks:
                     part = self._existing(f"{_RECORDS}/{chunk}", where)
                     if hashlib.sha256(part).hexdigest() != chunk:
@@ -536,9 +537,11 @@ class Mirror:
                     heartbeat.HEARTBEAT.advance()
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(partial_path, self._run / record)
-        for record in set(RECORDS) - set(listed):  # of a start without a checkpoint
-            (self._run / record).unlink(missing_ok=True)
+        for record in RECORDS:
+            if record in listed:
+                os.replace(to / f".{record}", self._run / record)
+            else:  # of a start without a checkpoint
+                (self._run / record).unlink(missing_ok=True)
 
     def _existing(self, name: str, where: str = "") -> bytes:
         content = self._store.read(name)
@@ -642,8 +645,11 @@ class Mirror:
                 after, self._continued_after = self._continued_after, None
             if after is not None and not self._taken_over:
                 self._leave(after)
-            while not self._taken_over and (directory := self._next()) is not None:
-                self._attempt(directory)
+            try:
+                while not self._taken_over and (directory := self._next()) is not None:
+                    self._attempt(directory)
+            except OSError as error:
+                logger.error("%s: %s; nothing is uploaded", self._root, error.strerror)
             if self._final and not self._taken_over:
                 self._final = False
                 self._upload_final_records()
@@ -681,15 +687,20 @@ class Mirror:
         self.newest_step = max(self._mirrored, default=0)
 
     def _next(self) -> Path | None:
-        """Return the newest local checkpoint that the mirror lacks."""
+        """Return the newest local checkpoint that the mirror lacks and would keep."""
         if self._closed:
             return None
-        missing = (
-            path
-            for path in reversed(finished(self._root))
-            if step_of(path) not in self._mirrored and step_of(path) not in self._given_up
-        )
-        return next(missing, None)
+        local = {step_of(path): path for path in finished(self._root)}
+        best = self._config.keep_best
+        losses = self._losses() | {s: loss_of(path) if best else None for s, path in local.items()}
+        wanted = retained(dict(sorted(losses.items())), self._config.keep)
+        missing = wanted & local.keys() - self._mirrored.keys() - self._given_up
+        return local[max(missing)] if missing else None
+
+    def _losses(self) -> dict[int, float | None]:
+        """Step -> validation loss of the mirror's checkpoints, as `retained` requires."""
+        best = self._config.keep_best
+        return {step: m.loss if best else None for step, m in sorted(self._mirrored.items())}
 
     def _attempt(self, directory: Path) -> None:
         """Upload a checkpoint; give up after a few attempts."""
@@ -699,7 +710,7 @@ class Mirror:
             size = self._upload_or_retry(directory)
             seconds, sent = time.monotonic() - began, self.sent_bytes - before
             self._emit("mirrored", step=step, seconds=seconds, bytes=size, sent_bytes=sent)
-            logger.info("step %d: checkpoint uploaded to %s in %.1f s", step, self.url, seconds)
+            logger.debug("step %d: checkpoint uploaded to %s in %.1f s", step, self.url, seconds)
         except _TakenOverError as error:
             self._taken_over = True
             self._emit("mirror_lost", step=step, error=str(error))
@@ -783,28 +794,25 @@ class Mirror:
 
     def _clean_up(self) -> None:
         """Delete checkpoints beyond those to keep, incomplete ones, and unused records."""
-        best = self._config.keep_best
-        losses = {step: m.loss if best else None for step, m in sorted(self._mirrored.items())}
+        losses = self._losses()
         for step in losses.keys() - retained(losses, self._config.keep):
             self._remove(step)
         known = {directory_name(step) for step in self._mirrored}
         known |= {path.name for path in finished(self._root)}
         used = {chunk for found in self._mirrored.values() for chunk in found.chunks}
-
-        def unused(name: str) -> bool:
-            directory, _, file = name.partition("/")
-            if directory == _RECORDS:
-                return file not in used
-            return directory.startswith("step_") and directory not in known
-
-        self._store.delete([name for name in self._store.sizes() if unused(name)])
+        for name in {name.partition("/")[0] for name in self._store.sizes()} - known:
+            if name.startswith("step_"):
+                self._store.delete(name, recursive=True)
+        for name in self._store.sizes(_RECORDS):
+            if name.removeprefix(f"{_RECORDS}/") not in used:
+                self._store.delete(name)
 
     def _remove(self, step: int) -> None:
         """Delete a checkpoint in the mirror, its marker first."""
         name = directory_name(step)
-        self._store.delete([f"{name}/{MARKER}"])
+        self._store.delete(f"{name}/{MARKER}")
         self._mirrored.pop(step, None)
-        self._store.delete(list(self._store.sizes(name)))
+        self._store.delete(name, recursive=True)
 
     # --- ownership ------------------------------------------------------------
 

@@ -351,3 +351,29 @@ def test_addresses_with_secrets_or_without_a_scheme_are_refused(address: str) ->
     with pytest.raises(ValueError, match=r"checkpoint\.mirror") as refused:
         CheckpointConfig(mirror=address)
     assert "secret" not in str(refused.value)
+
+
+def test_directory_as_a_mirror_has_no_leftovers(mirrored: Make, tmp_path: Path) -> None:
+    one = mirrored("first", f"file://{tmp_path}/mirror").open()
+    for step in (2, 4, 6):
+        one.save(step)
+        one.wait()
+    left = tmp_path / "mirror/step_00000008"  # of an upload that was killed
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"?")
+    one.save(10)
+    one.wait()
+    names = sorted(path.name for path in (tmp_path / "mirror").iterdir())
+    assert names == ["records", "run.json", "step_00000006", "step_00000010"]
+
+
+def test_local_checkpoints_beyond_those_to_keep_are_not_uploaded(
+    mirrored: Make, tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/mirror"
+    before = mirrored("first", url, keep=3)
+    for step in (2, 4, 6):
+        before.save(step)
+    one = mirrored("first", url, keep=2).open(resumed_at=6)
+    one.wait()
+    assert _steps(one) == [4, 6] and one.names("mirrored") == [6, 4]

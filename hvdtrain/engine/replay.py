@@ -46,7 +46,7 @@ from hvdtrain.exchange.base import TrainedParameters
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError, gather_bytes, gather_json, on_all_ranks
 from hvdtrain.runtime.context import RankContext
-from hvdtrain.runtime.device import arithmetic
+from hvdtrain.runtime.device import arithmetic, reproducible
 from hvdtrain.runtime.heartbeat import Activity
 
 # A relative distance of gradients that cannot be rounding, and the ratio of the bound to the
@@ -245,6 +245,7 @@ def judge(
     votes: Sequence[Vote],
     original: Mapping[int, Fingerprint],
     bound: float = 0.0,
+    reproducible: bool = True,
 ) -> Verdict:
     """Decide which rank computed a wrong gradient, by a majority of more than half of the votes.
 
@@ -252,20 +253,23 @@ def judge(
         votes: of healthy ranks and of the two that differ.
         original: fingerprints of the two ranks that differ.
         bound: bound of the distance of two correct gradients; 0: they are bitwise identical.
+        reproducible: each rank's kernels return the same bits each time.
     """
     if len(votes) < 2:
         return Verdict("undecided", (*sorted(original),))
-    alike = len({vote.arithmetic for vote in votes}) == 1
-    if alike and not bound:
-        digests = {vote.rank: {found.digest for found in vote.found} for vote in votes}
-        steady = Counter(digest for (digest, *more) in digests.values() if not more)
-        truth, most = (steady.most_common(1) or [("", 0)])[0]
-        if 2 * most > len(votes):
-            again = {rank for rank, found in digests.items() if found != {truth}}
-            wrong = again | {rank for rank, found in original.items() if found.digest != truth}
-            return _wrong(votes, wrong, again)
-        if len(votes) < 3 and sum(len(found) > 1 for found in digests.values()) < 2:
-            return Verdict("undecided", (*sorted(original),))
+    if bound or len({vote.arithmetic for vote in votes}) > 1:
+        return _by_distance(votes, original, bound)
+    digests = {vote.rank: {found.digest for found in vote.found} for vote in votes}
+    steady = Counter(digest for (digest, *more) in digests.values() if not more)
+    truth, most = (steady.most_common(1) or [("", 0)])[0]
+    if 2 * most > len(votes):
+        again = {rank for rank, found in digests.items() if found != {truth}}
+        wrong = again | {rank for rank, found in original.items() if found.digest != truth}
+        if not reproducible:  # only a difference that repeats bit for bit is certain
+            again = wrong = {rank for rank in again if len(digests[rank]) == 1}
+        return _wrong(votes, wrong, again) if wrong else _by_distance(votes, original, bound)
+    if len(votes) < 3 and len(votes) - steady.total() < 2:
+        return Verdict("undecided", (*sorted(original),))
     return _by_distance(votes, original, bound)
 
 
@@ -376,8 +380,11 @@ class Replay:
         if self._counts[self._plan.rank]:
             # Hooks of tensors run before hooks of their nodes, by which exchanges take gradients.
             own = GradientHash(self._hash)
-            trained = () if self._off else self._trained.items()
-            hooks = [p.register_hook(partial(own.add, name)) for name, p in trained]
+            hooks = [
+                p.register_hook(partial(own.add, name))
+                for name, p in self._trained.items()
+                if p.requires_grad and not self._off  # the replay may have frozen it
+            ]
             try:
                 yield next(batches)
             finally:
@@ -477,7 +484,8 @@ class Replay:
             for first, second in [answer["found"]]
         ]
         original = {rank: Fingerprint(*answers[rank]["original"]) for rank in (subject, checker)}
-        return judge(votes, original, self._bound)
+        certain = reproducible(self._context.device)
+        return judge(votes, original, self._bound, certain)
 
     def _compute_again(self, step: int, number: int) -> list[Fingerprint]:
         """Return the fingerprints of two computations of any micro-batch; [] after an error."""

@@ -91,6 +91,15 @@ def arithmetic(device: torch.device) -> str:
     return f"{machine.processor()}, torch {torch.__version__}, {kernels}, {threads} threads"
 
 
+def reproducible(device: torch.device) -> bool:
+    """Whether kernels return the same bits each time: none adds in the order of its threads.
+
+    https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
+    """
+    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    return one_thread or torch.are_deterministic_algorithms_enabled()
+
+
 def _visible_gpus() -> list[str]:
     """UUIDs of the GPUs that this rank can use, in CUDA's order."""
     if not torch.cuda.is_available():

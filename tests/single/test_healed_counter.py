@@ -1,4 +1,4 @@
-"""The counter of healed replicas."""
+"""The counters of healed replicas and of replays."""
 
 from __future__ import annotations
 
@@ -25,9 +25,23 @@ def test_only_rank_0_counts_healed_replicas(rank: int) -> None:
     for step, healed in enumerate(({}, {"healed": [2, 3]}, {"healed": [1]}), start=1):
         loop.ranks_in_sync = step < 3
         export.on_step(loop, {**RECORD, "step": step, **healed})
-    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=5) as page:
-        text = page.read().decode()
-    exporter.close()
+    text = _closed(exporter)
     assert "hvdtrain_last_sync_step 2.0" in text.splitlines()
     assert "hvdtrain_micro_batches 3.0" in text.splitlines()
     assert f"hvdtrain_replicas_healed_total {3.0 if rank == 0 else 0.0}" in text.splitlines()
+
+
+def test_replays_are_counted_with_those_that_differ() -> None:
+    exporter = Exporter(TelemetryConfig(host="127.0.0.1"), 0)
+    exporter.replayed(agreed=4, differed=0)
+    exporter.replayed(agreed=2, differed=2)
+    lines = _closed(exporter).splitlines()
+    assert {"hvdtrain_replays_total 8.0", "hvdtrain_replays_differed_total 2.0"} <= {*lines}
+
+
+def _closed(exporter: Exporter) -> str:
+    """Return the metrics of an exporter, which ends."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=5) as page:
+        text: str = page.read().decode()
+    exporter.close()
+    return text

@@ -158,6 +158,7 @@ def _history(directory: Path, data: DataObject) -> Path:
         {"event": "straggler_ended", "time": 1.7e9, "step": 4, "rank": 1, "phase": "data"},
         {"event": "deal", "time": 1.7e9, "step": 4, "micro_batches": [1, 2]},
         {"event": "healed", "time": 1.7e9, "step": 4, "ranks": [1]},
+        {"event": "replay", "time": 1.7e9, "step": 4, "verdict": "wrong", "hosts": ["n"]},
         {"event": "checkpoint_failed", "time": 1.7e9, "step": 4},
         {"event": "early_stop", "time": 1.7e9, "step": 4},
     ]

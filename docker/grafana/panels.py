@@ -174,13 +174,15 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Skipped steps, healed ranks",
-            "Steps skipped because their gradient was not finite, and ranks whose state differed "
-            "from the majority and was replaced.",
+            "Steps skipped because their gradient was not finite, loss spikes (train.spike), and "
+            "ranks whose state differed from the majority and was replaced.",
             "short",
             {
                 "skipped": f"max(increase(hvdtrain_nonfinite_total{{{RUN}}}[$__rate_interval]))",
                 "healed": "max(increase("
                 f"hvdtrain_replicas_healed_total{{{RUN}}}[$__rate_interval]))",
+                "loss spikes": "max(increase("
+                f"hvdtrain_loss_spikes_total{{{RUN}}}[$__rate_interval]))",
             },
             width=5,
         ),

@@ -18,7 +18,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 AXES = ("tensor", "pipeline", "context", "shard")
 
 # A value that enables a key, or that a check names, for each term of the tables.
-TERM = re.compile(r"`([a-z_]+\.[a-z_0-9]+)(?: ([^`]+))?`( above 1| other than `(\S+)`)?")
+TERM = re.compile(r"`([a-z_]+\.[a-z_0-9.]+)(?: ([^`]+))?`( above 1| other than `(\S+)`)?")
 ON = {
     "train.epochs": "2",
     "train.steps": "5",

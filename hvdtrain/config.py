@@ -27,6 +27,7 @@ from hvdtrain.elastic.config import ElasticConfig
 from hvdtrain.engine.config import (
     CompileConfig,
     EvalConfig,
+    IntegrityConfig,
     MemoryConfig,
     PreemptConfig,
     RunConfig,
@@ -56,6 +57,7 @@ class Config:
         batch: the global batch
         loader: loading of the training data
         train: the training loop
+        integrity: detection of hosts that compute wrongly
         eval: evaluation
         optim: the optimizer
         schedule: the learning-rate schedule
@@ -78,6 +80,7 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -279,7 +282,9 @@ def _task_name(argv: Sequence[str], contents: Iterable[Mapping[str, Any]]) -> st
 
 
 def _known_keys(parser: ArgumentParser) -> set[str]:
-    return {option[2:] for option in parser._option_string_actions if option.startswith("--")}
+    options = {option[2:] for option in parser._option_string_actions if option.startswith("--")}
+    # Of a dictionary of dataclasses, such as data.mixture, whose keys are not known.
+    return {option for option in options if not option.endswith(".help")}
 
 
 def _groups(known: Iterable[str]) -> set[str]:

@@ -173,9 +173,10 @@ ROWS: dict[str, list[Panel]] = {
             more=STEPPED,
         ),
         Panel(
-            "Skipped steps, healed ranks",
-            "Steps skipped because their gradient was not finite, loss spikes (train.spike), and "
-            "ranks whose state differed from the majority and was replaced.",
+            "Skipped steps, healed ranks, replays",
+            "Steps skipped because their gradient was not finite, loss spikes (train.spike), ranks "
+            "whose state differed from the majority and was replaced, and replayed micro-batches "
+            "whose gradient differed.",
             "short",
             {
                 "skipped": f"max(increase(hvdtrain_nonfinite_total{{{RUN}}}[$__rate_interval]))",
@@ -183,6 +184,8 @@ ROWS: dict[str, list[Panel]] = {
                 f"hvdtrain_replicas_healed_total{{{RUN}}}[$__rate_interval]))",
                 "loss spikes": "max(increase("
                 f"hvdtrain_loss_spikes_total{{{RUN}}}[$__rate_interval]))",
+                "replays that differed": "max(increase("
+                f"hvdtrain_replays_differed_total{{{RUN}}}[$__rate_interval]))",
             },
             width=5,
         ),

@@ -47,6 +47,7 @@ from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.loader import Batch, TrainLoader
 from hvdtrain.engine.accumulate import RankPasses
 from hvdtrain.engine.config import TrainConfig
+from hvdtrain.engine.replay import StepDiscarded
 from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.engine.spikes import Spike, exceeds, loss_limit, passed_over
 from hvdtrain.engine.step import AppliedSteps, Flags, StepResult
@@ -509,7 +510,13 @@ class Loop:
         self.current = step = Step(self, self.progress.step - done, done)
         yield step
         self.current = None
-        step.check()
+        try:
+            step.check()
+        except StepDiscarded as discarded:
+            if discarded.membership_changed:
+                raise MembershipChanged from None
+            self._loader.go_back(self.progress.samples)
+            return  # the loop repeats the step
         if self.progress.spike is not None:
             raise SpikeRollback
         if logs:

@@ -9,7 +9,8 @@ TrainStep runs a step in this order:
    stop, for example.
 3. In the last backward pass, hooks of the exchange send each bucket of gradients when it is
    complete, compressed if configured (see hvdtrain/exchange/base.py for when).
-4. Wait for the gradients of the global batch and for the control vector.
+4. Wait for the gradients of the global batch and for the control vector. In a step with replays
+   (replay.py), compare the gradients of the replayed micro-batches.
 5. Compare the loss with its limit (spikes.py). Scale the gradients, compute their norm, clip them
    (Update.prepare).
 6. In an elastic run whose ranks hold shards, wait until every rank can apply the update
@@ -55,6 +56,7 @@ from hvdtrain.engine.accumulate import (
     Totals,
     means,
 )
+from hvdtrain.engine.replay import Replay
 from hvdtrain.engine.spikes import exceeds
 from hvdtrain.errors import EXIT_USER
 from hvdtrain.exchange.base import Exchange
@@ -136,6 +138,7 @@ class TrainStep:
         buckets: with batch.max_tokens, the assignment of samples to micro-batches.
         sharded: the optimizer, if each rank updates a shard of the parameters.
         agreement: set if no rank may apply an update before all ranks can.
+        replay: compares gradients of micro-batches between ranks; None: never.
     """
 
     def __init__(
@@ -148,7 +151,9 @@ class TrainStep:
         buckets: SampleBuckets | None = None,
         sharded: ShardedOptimizer | None = None,
         agreement: Agreement | None = None,
+        replay: Replay | None = None,
     ) -> None:
+        self._replay = replay
         self._passes = passes
         self._exchange = exchange
         self._update = update
@@ -185,6 +190,8 @@ class TrainStep:
         self._buffers.keep()
         self._update.clear()
         self._exchange.begin(len(assignment))
+        if self._replay is not None:
+            batches = self._replay.follow(batches, assignment, flags.batch)
         used = self._used(assignment, flags.batch)
         control = ControlVector(flags, used, self._sizes, self._context)
         self._open = _OpenStep(batches, assignment, flags, control, phase)
@@ -229,6 +236,7 @@ class TrainStep:
             RankLostError: another rank is gone.
             AgreedError: the task's values cannot be averaged, see means, or its loss is a mean over
                 micro-batches of different sizes.
+            StepDiscarded: a rank computed a wrong gradient; the step will be repeated.
             RuntimeError: the ranks are at different steps, or part of the global batch is missing.
         """
         timer, flags = self._context.timer, self._open.flags
@@ -237,6 +245,8 @@ class TrainStep:
                 sums = self._reduce_gradients()
                 timer.enter("optimizer")
                 self._check(sums, flags)
+                if self._replay is not None:
+                    self._replay.compare(flags.step)
                 values = means(self._passes.forward.names, sums.rows, self._batch.micro_batches)
                 self._exchange.trained.drop_frozen([ranks > 0 for ranks in sums.frozen])
                 scale = self._passes.forward.gradient_scale(sums.loss_weight)

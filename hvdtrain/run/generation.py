@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from hvdtrain.config import Settings
 from hvdtrain.elastic.membership import Membership
 from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity
 from hvdtrain.engine.callbacks.evaluate import evaluating
-from hvdtrain.engine.integrity import TensorHash, state_hash
+from hvdtrain.engine.integrity import TensorHash
 from hvdtrain.engine.loop import Interruptions, Loop, Progress, SpikeRollback, Step
+from hvdtrain.engine.replay import ReplayActions
 from hvdtrain.engine.spikes import Spike
-from hvdtrain.engine.state import Snapshot
+from hvdtrain.engine.state import Snapshot, state_hash
 from hvdtrain.errors import EXIT_PREEMPTED, UserError, crash
 from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.log import logger
@@ -32,16 +34,22 @@ from hvdtrain.run.manifest import build_manifest, run_facts, start_facts
 from hvdtrain.run.recorder import PersistentState, RunRecorder
 from hvdtrain.run.resume import resume, roll_back
 from hvdtrain.run.start_checks import check_hierarchical, raise_first
+from hvdtrain.run_files.host_records import WRONG
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.run_directory import RunDirectory
-from hvdtrain.runtime.collectives import gather_json, on_all_ranks
+from hvdtrain.runtime.collectives import gather_json, on_all_ranks, sum_
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.runtime.tensor_shards import local
 from hvdtrain.runtime.terminal import terminal
 from hvdtrain.tasks import optional
 from hvdtrain.telemetry.exporter import ExporterAddress, write_targets
 from hvdtrain.text import encodable, plural
+
+_OPTIMIZER_VALUES = 2  # per parameter, as AdamW keeps
+# Interval of the turns while rank 0 waits for an upload, see `Generation._wait_for_mirror`.
+_TURN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,7 @@ class Generation:
         self._statuses: list[RankStatus] = []
         self._spiked: Progress | None = None  # of the newest state, if its last step was a spike
         self._lost_step: int | None = None  # step whose state all its holders lost
+        self._from_copies = False  # the state is from copies in memory
 
     def steps(self) -> Generator[Step, None, int]:
         """Yield each step until the run's end; return the exit code.
@@ -122,6 +131,7 @@ class Generation:
         source, targets = self._compare_ranks()
         if self._components.exporter is not None:
             self._components.exporter.describe(run_facts(self._config))
+        self._check_memory()
         source = self._take_over(source)
         on_all_ranks("recorder", lambda: self._open_recorder(targets))
         self._emit_start(source)
@@ -148,6 +158,8 @@ class Generation:
                 "status": asdict(status),
                 "spiked": asdict(progress) if progress.spike is not None else None,
                 "newest": persistent.newest,
+                "copied": persistent.copied_step,
+                "damaged": persistent.damaged_copies,
                 "run": persistent.run_id,
                 "identity": asdict(identity),
                 "target": ExporterAddress(topology.host, self._launched.local_rank, port),
@@ -164,6 +176,8 @@ class Generation:
         self._spiked = next((Progress(**one) for one in spiked if one is not None), None)
         known = [fact["newest"] for fact in facts if fact["newest"] is not None]
         persistent.newest = max([*known, newest]) if known or newest >= 0 else None
+        self._from_copies = newest in (fact["copied"] for fact in facts)
+        persistent.damaged_copies = sorted({copy for fact in facts for copy in fact["damaged"]})
         source = most_advanced(self._statuses)
         theirs = facts[source or 0]
         if source is None:  # otherwise the launcher has compared identities
@@ -189,9 +203,16 @@ class Generation:
         persistent.trained, state.progress.spike = True, None
         step = state.progress.step
         self._lost_step = persistent.newest if (persistent.newest or 0) > step else None
-        persistent.newest = None
+        persistent.newest = persistent.copied_step = None
         # Otherwise `resume` has logged the loss.
-        if source is not None and self._lost_step is not None and self._topology.rank == 0:
+        if self._from_copies and self._topology.rank == 0:
+            logger.warning(
+                "lost ranks held shards of the model that no other rank has: the run continues "
+                "from the copies in memory of step %d, and repeats %s",
+                step,
+                plural((self._lost_step or step) - step, "step"),
+            )
+        elif source is not None and self._lost_step is not None and self._topology.rank == 0:
             logger.warning(
                 "the state of step %d is lost with the ranks that held it: the run continues from "
                 "step %d",
@@ -244,6 +265,28 @@ class Generation:
     def _someone_trained(self) -> bool:
         return any(status.trained for status in self._statuses)
 
+    def _shard_bytes(self) -> int:
+        """Size of a copy of this rank's shard for checkpoint.memory; 0: it keeps no copies."""
+        state = self._components.state
+        found = self._components.strategy.copies(state)
+        if found is None:
+            return 0
+        size = sum(t.nbytes for t in found[1]().tensors.values())
+        if not state.progress.step:  # the optimizer's state does not exist yet
+            trained = self._components.exchange.parameters
+            size += _OPTIMIZER_VALUES * sum(local(p).nbytes for p in trained)
+        return size
+
+    def _check_memory(self) -> None:
+        """Check on all ranks of a new run that the hosts have the memory for copies of shards."""
+        size = self._shard_bytes()
+        if not size or self._someone_trained():
+            return
+        from hvdtrain.engine.callbacks.copies import check_memory
+
+        config = self._config.checkpoint.memory
+        on_all_ranks("checkpoint.memory", lambda: check_memory(config, self._topology, size))
+
     # --- the run on disk ------------------------------------------------------
 
     def _open_directory(self) -> None:
@@ -282,7 +325,7 @@ class Generation:
             self._launched.settings,
             self._topology,
             components.device,
-            components.datasets.fingerprint,
+            components.datasets,
             recorder.starts,
             self._context.mesh.grid,
         )
@@ -314,7 +357,10 @@ class Generation:
         state, membership = self._components.state, self._launched.membership
         hashed = source is not None and self._config.train.replica_check_every > 0
         spiked = self._spiked.spike if self._spiked is not None else None
-        origin = "memory" if source is not None else "checkpoint" if state.progress.step else "new"
+        origin = "checkpoint" if state.progress.step else "new"
+        if source is not None:
+            origin = "memory_copy" if self._from_copies else "memory"
+        damaged, self._persistent.damaged_copies = self._persistent.damaged_copies, []
         self._persistent.generations.append(
             {
                 "time": time.time(),
@@ -326,6 +372,7 @@ class Generation:
                 "residuals_lost": self._residuals_lost(source),
                 **({} if spiked is None else {"spike": Spike(**spiked).facts()}),
                 **({} if self._lost_step is None else {"lost_step": self._lost_step}),
+                **({"damaged_copies": damaged} if damaged else {}),
                 **({"state_hash": state_hash(state, TensorHash())} if hashed else {}),
                 **start_facts(self._components, self._topology),
             }
@@ -353,6 +400,10 @@ class Generation:
             persistent.recent,
         )
         callbacks = build_callbacks(self._config, self._components, outputs, context)
+        if cause.name == "launch" and (size := self._shard_bytes()):
+            from hvdtrain.engine.callbacks.copies import log_memory
+
+            log_memory(self._config.checkpoint.memory, self._topology, size)
         membership = self._launched.membership
         interruptions = Interruptions(
             self._launched.stop,
@@ -360,7 +411,14 @@ class Generation:
             self._launched.finish,
         )
         listed = callbacks.as_list()
-        loop = build_loop(self._config, self._components, listed, interruptions, context)
+        loop = build_loop(
+            self._config,
+            self._components,
+            listed,
+            interruptions,
+            context,
+            self._replay_actions(outputs.recorder),
+        )
         if cause.name != "launch" and self._topology.rank == 0:
             seconds = time.time() - cause.since
             logger.info("resumed after step %d, %.2f s later", loop.progress.step, seconds)
@@ -375,11 +433,53 @@ class Generation:
             loop.close()
         context.heartbeat.beat(Activity.PREPARING)
         on_all_ranks("last checkpoint", lambda: _check_saved(callbacks))
+        if self._config.checkpoint.mirror is not None:
+            self._wait_for_mirror(loop)
         if persistent.recorder is not None and persistent.recorder.writer is not None:
             log_summary(
                 loop, callbacks, persistent.recorder.writer, self._components, persistent.directory
             )
         return self._finish(persistent.recorder, EXIT_PREEMPTED if loop.preempted else 0)
+
+    def _replay_actions(self, recorder: RunRecorder | None) -> ReplayActions:
+        membership, exporter = self._launched.membership, self._components.exporter
+        actions = ReplayActions(
+            exclude=partial(membership.leave, cause=WRONG) if membership is not None else None
+        )
+        if recorder is not None:
+            actions = replace(actions, emit=recorder.events.write)
+        if exporter is not None and self._topology.rank == 0:
+            actions = replace(actions, count=exporter.replayed)
+        return actions
+
+    def _wait_for_mirror(self, loop: Loop) -> None:
+        """Return when rank 0 has uploaded its checkpoints or given up; every rank calls it.
+
+        Ranks take turns, as for the last checkpoint: one collective as long as an upload would look
+        like a rank that does not respond.
+        """
+        recorder, config, stop = self._persistent.recorder, self._config, self._launched.stop
+        mirror = recorder.mirror if recorder is not None and self._topology.rank == 0 else None
+        began = time.monotonic()
+        limit = began + config.checkpoint.mirror_wait_seconds
+        if loop.preempted and config.preempt.grace_seconds:
+            limit = min(limit, loop.asked_to_stop_at + config.preempt.grace_seconds)
+        waits = mirror is not None and not mirror.wait(0.0)
+        if mirror is not None and waits:
+            logger.info("waiting up to %.0f s for the upload to %s", limit - began, mirror.url)
+        while sum_(torch.tensor([int(waits)]), "mirror.waiting").item():
+            if mirror is None or not waits:
+                continue
+            waits = not mirror.wait(_TURN_SECONDS)
+            asked = stop.raised and not loop.preempted
+            if waits and (asked or time.monotonic() >= limit):
+                waits = False
+                logger.warning(
+                    "the upload to %s has not finished after %.0f s; %s",
+                    mirror.url,
+                    time.monotonic() - began,
+                    mirror.describe(),
+                )
 
     def _finish(self, recorder: RunRecorder | None, code: int) -> int:
         """Wait for scrapes, sinks and the other ranks; return the exit code."""

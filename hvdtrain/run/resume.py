@@ -21,6 +21,7 @@ from hvdtrain.errors import EXIT_NOT_FINITE, UserError
 from hvdtrain.log import logger
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.huggingface import from_huggingface
+from hvdtrain.models.name_tables import MEGATRON, to_gpt_names
 from hvdtrain.run.build import RunComponents, build_model
 from hvdtrain.run.recorder import PersistentState
 from hvdtrain.runtime import heartbeat
@@ -222,6 +223,7 @@ def _say_lost(components: RunComponents, checkpoint: Checkpoint | None, newest: 
 
 # Names listed in a message.
 _NAMED = 8
+_MODEL_PREFIX = "model."
 
 
 @torch.no_grad()
@@ -262,9 +264,15 @@ def load_initial_weights(model: nn.Module, path: str, strict: bool) -> None:
 
 
 def _converted(model: nn.Module, found: Weights) -> dict[str, torch.Tensor]:
-    if isinstance(model, GPT) and "model_type" in found.facts:
-        return from_huggingface(model.config, found.facts, found.tensors)
-    return found.tensors
+    tensors = found.tensors
+    if isinstance(model, GPT):
+        known = found.facts.get("model_type") in (None, MEGATRON)
+        convert = to_gpt_names if known else from_huggingface
+        tensors = convert(model.config, found.facts, tensors)
+    if model_tensors(model).keys().isdisjoint(tensors):
+        # A directory of torch.distributed.checkpoint may hold several dictionaries.
+        return {name.removeprefix(_MODEL_PREFIX): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _listed(what: str, names: Sequence[str]) -> str:

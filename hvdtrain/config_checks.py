@@ -220,7 +220,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     # loss spikes
     Check(
-        "`train.spike.action rollback` requires checkpoints",
+        "`train.spike.action rollback` without checkpoints",
         "the run returns to the newest one",
         lambda config: (
             "train.spike.action rollback requires checkpoints, to which the run returns: set "

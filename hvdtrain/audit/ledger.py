@@ -107,6 +107,7 @@ class StartEvent:
             _in_range("rollbacks", to, 0, self.step)
             _in_range("rollbacks", spike, to + 1, _MOST_STEPS)
             _in_range("rollbacks", batches, 1, _MOST_STEPS)
+        _in_range("rollbacks", passed_over(self.rollbacks), 0, _MOST_STEPS // 2)
 
     @cached_property
     def micro_batches(self) -> Buckets | None:

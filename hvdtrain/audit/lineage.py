@@ -25,6 +25,7 @@ from hvdtrain.audit.ledger import GenerationRecord, Ledger, MetricsLine, StartEv
 from hvdtrain.data.buckets import Buckets
 from hvdtrain.data.order import Indices, Order, same_until
 from hvdtrain.engine.spikes import Rollback, rolled_back
+from hvdtrain.untrusted import integer
 
 # Values of start events that must not change during a run.
 _IDENTITY = ("seed", "global_size", "dataset_size", "fingerprint", "per_step", "buckets")
@@ -220,9 +221,9 @@ def _check_rollbacks(lineage: Lineage, generations: list[GenerationRecord]) -> N
         start = generation.start
         if start.spike is None:
             continue
-        step = start.spike.get("step")
+        step = integer(start.spike.get("step"))
         expected = (
-            rolled_back(last.start.rollbacks, start.step, int(step))
+            rolled_back(last.start.rollbacks, start.step, step)
             if step is not None and step > max(last.reached, start.step)
             else None
         )

@@ -50,8 +50,8 @@ class SpikeConfig:
         action: what happens if the loss of a step is a spike: the update is skipped (`skip`), the
             run returns to its newest checkpoint and continues with the samples after the step
             (`rollback`), or nothing (`none`)
-        window: number of the last losses with which a loss is compared; detection begins after so
-            many steps. After a tenth as many consecutive spikes a step is applied anyway
+        window: number of the last losses with which a loss is compared; detection begins when the
+            window is full. After a tenth as many consecutive spikes a step is applied anyway
         factor: a loss is a spike if it exceeds the median of the window by more than this many
             standard deviations, estimated by the median absolute deviation; > 1
     """

@@ -67,7 +67,8 @@ def keys(task: str) -> dict[str, object]:
         found: dict[str, object] = {}
         for key, value in content.items():
             name = f"{prefix}{key}"
-            found |= within(f"{name}.", value) if isinstance(value, dict) else {name: value}
+            inner = isinstance(value, dict) and value
+            found |= within(f"{name}.", value) if inner else {name: value}  # type: ignore[arg-type]
         return found
 
     return within("", yaml.safe_load(parse(["--task", task]).resolved))

@@ -6,19 +6,27 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 
 from hvdtrain import cli
 from hvdtrain.audit.report import audit
 from hvdtrain.checkpoint.format import read
+from hvdtrain.config import Config
 from hvdtrain.data.order import sample_order
 from hvdtrain.engine.config import SpikeConfig
+from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.spikes import exceeds, loss_limit, passed_over, rolled_back
+from hvdtrain.run.exporting import Exported, build_exporter
+from hvdtrain.runtime.memory import PeakMemory
+from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.telemetry.config import TelemetryConfig
 from tests.support import warm
 from tests.support.job import Finished, Job
 from tests.support.runs import (
@@ -272,6 +280,22 @@ def test_persistent_spikes_become_the_new_level(tmp_path: Path) -> None:
     ), done
     state = read(tmp_path / f"run/checkpoints/step_{LAST:08}").state
     assert (len(state["losses"]), state["spikes"], state["spikes_in_a_row"]) == (14, 2, 0)
+
+
+def test_exporter_counts_spikes() -> None:
+    config = Config()
+    config.telemetry = TelemetryConfig(port=1, host="127.0.0.1")
+    exchange: Any = SimpleNamespace(
+        inflight_seconds=1.0, bytes=1, parameters=[], state_parts=lambda: []
+    )
+    cpu, timer = torch.device("cpu"), PhaseTimer(0.0)
+    exported = Exported(exchange, timer, PeakMemory(cpu, timer), progress=Progress(spikes=3))
+    exporter = build_exporter(config, 0, cpu, exported)
+    assert exporter is not None
+    try:
+        assert b"\nhvdtrain_loss_spikes_total 3.0\n" in generate_latest(exporter.registry)
+    finally:
+        exporter.close()
 
 
 @pytest.mark.slow

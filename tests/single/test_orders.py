@@ -233,7 +233,9 @@ def test_validation_has_each_sample_once_in_proportion(sizes: list[int], data: A
     sources = {
         n: _Numbers(size, 1000 * i) for i, (n, size) in enumerate(zip(names, sizes, strict=True))
     }
-    mixture = Mixture(sources, dict(zip(names, weights, strict=True)))
+    later = {names[0]: 0.0} if len(names) > 1 else {}  # a source that begins later
+    shares = dict(zip(names, weights, strict=True))
+    mixture = Mixture(sources, shares | later, {9: shares})
     found = mixture.validation(sources)
     samples = [found[i] for i in range(len(found))]  # type: ignore[arg-type]
     assert all(number // 1000 == source for number, source in samples)
@@ -241,9 +243,11 @@ def test_validation_has_each_sample_once_in_proportion(sizes: list[int], data: A
     assert numbers == [1000 * i + n for i, size in enumerate(sizes) for n in range(size)]
     with pytest.raises(IndexError):
         found[len(found)]  # type: ignore[arg-type]
-    first = [source for _, source in samples[: min(sizes)]]
-    for i, weight in enumerate(weights):
-        assert abs(first.count(i) - len(first) * weight / sum(weights)) <= len(sizes)
+    if not later:
+        return
+    first = [source for _, source in samples[: min(sizes)] if source]
+    for i, weight in [*enumerate(weights)][1:]:
+        assert abs(first.count(i) - len(first) * weight / sum(weights[1:])) <= len(sizes)
 
 
 def test_loss_of_a_source_is_the_mean_over_its_samples() -> None:
@@ -325,6 +329,13 @@ MIXTURE = "--data.mixture={web: {path: a, weight: 1}, code: {path: b, weight: %s
         (
             [MIXTURE % 1, "--data.mixture_weights={0: {web: 1, code: 1}}"],
             "data.mixture_weights, step 0: weights change at a step >= 1",
+        ),
+        (
+            [
+                "--data.mixture={web: {path: a, source: tokens, weight: 1}}",
+                "--data.tokenizer=b",
+            ],
+            "data.tokenizer is for text",
         ),
         (["--loader.shuffle_buffer=0"], "shuffle_buffer must lie in [1, 16777216], not 0"),
         (["--loader.order=random"], "loader.order: expected one of"),

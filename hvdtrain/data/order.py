@@ -376,8 +376,8 @@ def specification_of(dataset: Any, config: LoaderConfig) -> Specification:
 
     Args:
         dataset: a mixture has `order_specification(config)`, which returns it. Other datasets have
-            `shards`, if `config` asks for a sequential order: the number of samples of each shard,
-            in the order of the indices.
+            `shard_samples`, if `config` asks for a sequential order: the number of samples of each
+            shard, in the order of the indices.
 
     Raises:
         UserError: the order is sequential, but the dataset has no shards, or their sizes are wrong.
@@ -388,18 +388,18 @@ def specification_of(dataset: Any, config: LoaderConfig) -> Specification:
     size: int = len(dataset)
     if config.order == "shuffled":
         return {"size": size}
-    shards = getattr(dataset, "shards", None)
+    shards = getattr(dataset, "shard_samples", None)
     if shards is None:
         raise UserError(
             "loader.order sequential reads shard after shard, but the training data "
-            f"({type(dataset).__name__}) has no `shards`, the number of samples of each shard: use "
-            "loader.order shuffled"
+            f"({type(dataset).__name__}) has no `shard_samples`, the number of samples of each "
+            "shard: use loader.order shuffled"
         )
     sizes = [int(samples) for samples in shards]
     if min(sizes, default=-1) < 0 or sum(sizes) != size:
         raise UserError(
-            f"loader.order sequential: the shards of the training data ({type(dataset).__name__}) "
-            f"have {sum(sizes)} samples, but its length is {size}"
+            f"loader.order sequential: the `shard_samples` of the training data "
+            f"({type(dataset).__name__}) are {sum(sizes)} samples, but its length is {size}"
         )
     runs = [[samples, len([*same])] for samples, same in groupby(sizes)]
     return {"shards": runs, "shuffle_buffer": config.shuffle_buffer}

@@ -102,12 +102,14 @@ def test_token_windows_belong_to_the_file_in_which_they_begin(context: int) -> N
     begins = [
         int(np.searchsorted(windows.starts, i * context, "right")) for i in range(len(windows))
     ]
-    assert windows.shards.tolist() == [begins.count(file + 1) for file in range(4)]
+    assert windows.shard_samples.tolist() == [begins.count(file + 1) for file in range(4)]
 
 
 class _Numbers(Dataset[int]):
     def __init__(self, size: int, first: int = 0, shards: list[int] | None = None) -> None:
-        self.size, self.first, self.shards = size, first, shards
+        self.size, self.first = size, first
+        if shards is not None:
+            self.shard_samples = shards
 
     def __len__(self) -> int:
         return self.size
@@ -351,9 +353,9 @@ def test_mistake_in_the_configuration_is_one_message(flags: list[str], message: 
 def test_dataset_that_cannot_have_the_order_is_refused() -> None:
     data, both = _Numbers(5), {"web": 1.0, "code": 1.0}
     sequential = LoaderConfig(order="sequential")
-    with pytest.raises(UserError, match=r"training data \(_Numbers\) has no `shards`"):
+    with pytest.raises(UserError, match=r"training data \(_Numbers\) has no `shard_samples`"):
         specification_of(data, sequential)
-    with pytest.raises(UserError, match="have 4 samples, but its length is 5"):
+    with pytest.raises(UserError, match="are 4 samples, but its length is 5"):
         specification_of(_Numbers(5, shards=[1, 3]), sequential)
     with pytest.raises(UserError, match="the source code has no samples"):
         Mixture({"web": data, "code": _Numbers(0)}, both)

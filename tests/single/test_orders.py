@@ -20,7 +20,7 @@ from hvdtrain.config import parse
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import PERIOD, BatchConfig, LoaderConfig, apportion
 from hvdtrain.data.loader import Loading, TrainLoader
-from hvdtrain.data.mixture import Mixture
+from hvdtrain.data.mixture import Mixture, fingerprint_of
 from hvdtrain.data.order import (
     Interleaving,
     MixedOrder,
@@ -257,6 +257,12 @@ def test_loss_of_a_source_is_the_mean_over_its_samples() -> None:
     mixture = Mixture(data, {"web": 1, "code": 1, "rare": 1})
     sums, sources = torch.tensor([2.0, 3.0, 7.0]), torch.tensor([0, 1, 0])
     found = mixture.losses(sums, sources, 4)
+    assert mixture.fingerprint() == Mixture(data, {"web": 1, "code": 2, "rare": 3}).fingerprint()
+    assert (
+        mixture.fingerprint()
+        != Mixture(data | {"web": _Numbers(6)}, dict.fromkeys(data, 1.0)).fingerprint()
+    )
+    assert fingerprint_of(mixture) == mixture.fingerprint() and fingerprint_of(data["web"]) is None
     assert mixture.metrics == ("loss_web", "loss_code", "loss_rare")
     assert {name: (float(a), float(b)) for name, (a, b) in found.items()} == {
         "loss_web": (9.0, 8.0), "loss_code": (3.0, 4.0), "loss_rare": (0.0, 0.0)

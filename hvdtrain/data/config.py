@@ -14,6 +14,7 @@ from hvdtrain.errors import require
 # The proportions of a mixture hold exactly over this number of samples.
 PERIOD = 1000
 MOST_BUFFER = 1 << 24
+MOST_COUNTS = 10_000  # sources x changes of weights
 SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -53,9 +54,9 @@ def apportion(weights: Mapping[str, float], name: str) -> list[int]:
             math.isfinite(weight) and weight >= 0,
             f"{name}: the weight of {source} must be a number >= 0, not {weight}",
         )
-    total = sum(Fraction(weight) for weight in weights.values())
-    require(total > 0, f"{name}: the weights of {', '.join(weights) or 'no source'} are all 0")
-    exact = [PERIOD * Fraction(weight) / total for weight in weights.values()]
+    shares = [Fraction(float(weight)) for weight in weights.values()]
+    require(any(shares), f"{name}: the weights of {', '.join(weights) or 'no source'} are all 0")
+    exact = [PERIOD * share / sum(shares) for share in shares]
     counts = [int(share) for share in exact]
     largest = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
     for i in largest[: PERIOD - sum(counts)]:
@@ -98,6 +99,7 @@ def phases_of(
             f"other, not for {', '.join(changed) or 'none'}",
         )
         phases.append((step, apportion({name: changed[name] for name in weights}, where)))
+    require(len(phases) * len(weights) <= MOST_COUNTS, f"{names[1]}: too many sources and steps")
     for number, name in enumerate(weights):
         require(
             any(counts[number] for _, counts in phases),
@@ -173,6 +175,10 @@ class DataConfig:
         self.phases()
         for name, source in self.mixture.items():
             require(bool(source.path), f"data.mixture.{name}.path: set files or directories")
+        require(
+            self.tokenizer is None or any(s.source != "tokens" for s in self.sources().values()),
+            "data.tokenizer is for text; token files are tokenized already",
+        )
 
     def phases(self) -> list[tuple[int, list[int]]]:
         """See `phases_of`, for `mixture`."""

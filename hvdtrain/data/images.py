@@ -290,9 +290,9 @@ class ImageShards(Dataset[tuple[Tensor, int]]):
         return len(self._shards)
 
     @property
-    def shards(self) -> Indices:
-        """Number of samples in each shard."""
-        return self._shards.shards
+    def shard_samples(self) -> Indices:
+        """Number of samples of each shard, in the order of the samples."""
+        return self._shards.shard_samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         sample = self._shards[index]

@@ -82,8 +82,8 @@ class Mixture(Dataset[tuple[Any, int]]):
         """16 hex digits of the sources' names, lengths and fingerprints, if they have any."""
         digest = hashlib.sha256()
         for name, source in self._sources.datasets.items():
-            own = source.fingerprint() if hasattr(source, "fingerprint") else None
-            digest.update(f"{name} {len(source)} {own}\n".encode())  # type: ignore[arg-type]
+            size = len(source)  # type: ignore[arg-type]
+            digest.update(f"{name} {size} {fingerprint_of(source)}\n".encode())
         return digest.hexdigest()[:16]
 
     def validation(self, sources: Mapping[str, Dataset[Any]]) -> Dataset[tuple[Any, int]]:
@@ -121,6 +121,13 @@ class Mixture(Dataset[tuple[Any, int]]):
         totals = torch.where(is_of, sums, zero).sum(dim=1)
         parts = torch.where(is_of, weights, zero).sum(dim=1)
         return dict(zip(self.metrics, zip(totals, parts, strict=True), strict=True))
+
+
+def fingerprint_of(dataset: Any) -> str | None:
+    """The dataset's attribute or method `fingerprint`; None if it has none."""
+    found = getattr(dataset, "fingerprint", None)
+    fingerprint: str | None = found() if callable(found) else found
+    return fingerprint
 
 
 class _Interleaved(Dataset[tuple[Any, int]]):

@@ -19,6 +19,7 @@ the audit build orders from it: the audit reads it from the files of the run.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby, pairwise
@@ -27,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.config import MOST_BUFFER, PERIOD, SOURCE_NAME, LoaderConfig, apportion
+from hvdtrain.data.config import MOST_BUFFER, MOST_COUNTS, PERIOD, SOURCE_NAME, LoaderConfig
 from hvdtrain.errors import UserError
 from hvdtrain.untrusted import is_of, shown
 
@@ -238,39 +239,41 @@ def spread(counts: Sequence[int]) -> list[int]:
 class Interleaving:
     """Sources in given proportions: each position has a source, and is its n-th sample.
 
-    From the beginning of a phase on, any PERIOD consecutive positions have exactly `counts`
-    samples of the sources. A source continues in the next phase where it was.
+    In a phase, any sum(counts) consecutive positions have exactly `counts` samples of the sources.
+    A source continues in the next phase where it was.
 
     Args:
-        phases: (first position, samples of each source in PERIOD positions); the first phase begins
-            at 0.
+        phases: (first position, counts of the sources); the first phase begins at 0.
     """
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[int]]]) -> None:
-        self._starts = np.array([start for start, _ in phases], dtype=np.int64)
-        self._counts = np.array([counts for _, counts in phases], dtype=np.int64)
-        self._turns = np.array([spread(counts) for _, counts in phases], dtype=np.int64)
-        sources = np.arange(self._counts.shape[1])
-        taken = self._turns[:, :, None] == sources
-        # Samples of each source before each position of a period: (phases, PERIOD + 1, sources).
-        self._within = np.concatenate(
-            [np.zeros_like(self._counts)[:, None], np.cumsum(taken, axis=1)], axis=1
-        )
-        self._bases = np.zeros((1, len(sources)), dtype=np.int64)  # samples before each phase
-        for phase, (start, stop) in enumerate(pairwise(self._starts.tolist())):
-            after = self._bases[phase] + self._in_phase(phase, stop - start)
-            self._bases = np.vstack([self._bases, after])
+        self._starts = [start for start, _ in phases]
+        self._turns = [np.array(spread(counts), dtype=np.int64) for _, counts in phases]
+        sources = np.arange(len(phases[0][1]))
+        # Samples of each source before each position of a period: (period + 1, sources).
+        self._within = [
+            np.vstack([np.zeros_like(sources), np.cumsum(turns[:, None] == sources, axis=0)])
+            for turns in self._turns
+        ]
+        self._bases = np.zeros((len(phases), len(sources)), dtype=np.int64)  # before each phase
+        for phase, (start, stop) in enumerate(pairwise(self._starts)):
+            self._bases[phase + 1] = self._bases[phase] + self._in_phase(phase, stop - start)
 
     def sources(self, start: int, stop: int) -> Indices:
         """Source of each of the positions start..stop-1."""
-        positions = _range(start, stop)
-        phases = np.searchsorted(self._starts, positions, side="right") - 1
-        return self._turns[phases, (positions - self._starts[phases]) % PERIOD]
+        parts = [np.empty(0, dtype=np.int64)]
+        while start < stop:
+            phase = bisect_right(self._starts, start) - 1
+            end = min([stop, *self._starts[phase + 1 : phase + 2]])
+            begin, turns = self._starts[phase], self._turns[phase]
+            parts.append(turns[_range(start - begin, end - begin) % len(turns)])
+            start = end
+        return np.concatenate(parts)
 
     def before(self, position: int) -> list[int]:
         """Number of samples of each source before a position."""
-        phase = int(np.searchsorted(self._starts, position, side="right")) - 1
-        found = self._bases[phase] + self._in_phase(phase, position - int(self._starts[phase]))
+        phase = bisect_right(self._starts, position) - 1
+        found = self._bases[phase] + self._in_phase(phase, position - self._starts[phase])
         counts: list[int] = found.tolist()
         return counts
 
@@ -282,13 +285,17 @@ class Interleaving:
         # A phase without samples of the source has the same base as the next one.
         phase = int(np.searchsorted(self._bases[:, source], first, side="right")) - 1
         numbers = _range(first, stop) - self._bases[phase, source]
-        slots = np.flatnonzero(self._turns[phase] == source)
-        found: Indices = self._starts[phase] + numbers // len(slots) * PERIOD
+        turns = self._turns[phase]
+        slots = np.flatnonzero(turns == source)
+        found: Indices = self._starts[phase] + numbers // len(slots) * len(turns)
         return found + slots[numbers % len(slots)]
 
     def _in_phase(self, phase: int, positions: int) -> Indices:
-        periods, rest = divmod(positions, PERIOD)
-        return periods * self._counts[phase] + self._within[phase, rest]
+        """Samples of each source in the first positions of a phase."""
+        within = self._within[phase]
+        periods, rest = divmod(positions, len(within) - 1)
+        found: Indices = periods * within[-1] + within[rest]
+        return found
 
 
 def fill(sizes: Sequence[int], shares: Sequence[int]) -> list[tuple[int, list[int]]]:
@@ -302,16 +309,13 @@ def fill(sizes: Sequence[int], shares: Sequence[int]) -> list[tuple[int, list[in
     phases: list[tuple[int, list[int]]] = []
     left, start = list(sizes), 0
     while any(left):
-        shared = {str(i): share for i, share in enumerate(shares) if left[i]}
-        counts = [0] * len(left)
-        for i, count in zip(shared, apportion(shared, "shares"), strict=True):
-            counts[int(i)] = count
+        counts = [share if n else 0 for share, n in zip(shares, left, strict=True)]
         phase = Interleaving([(0, counts)])
         # The position after the last sample of the first source that is used up.
-        ends = [int(phase.positions(i, n - 1, n)[0]) for i, n in enumerate(left) if n]
+        length = min(int(phase.positions(i, n - 1, n)[0]) for i, n in enumerate(left) if n) + 1
         phases.append((start, counts))
-        left = [n - used for n, used in zip(left, phase.before(min(ends) + 1), strict=True)]
-        start += min(ends) + 1
+        left = [n - used for n, used in zip(left, phase.before(length), strict=True)]
+        start += length
     return phases
 
 
@@ -360,7 +364,6 @@ SHUFFLED = [[0, "shuffled"]]  # description of this order
 _MOST_SHARDS = 1 << 24
 _MOST_SAMPLES = 1 << 62
 _MOST_STEPS = 1 << 32
-_MOST_COUNTS = 10_000  # sources x phases
 
 
 def has_order(dataset: Any) -> bool:
@@ -373,8 +376,8 @@ def specification_of(dataset: Any, config: LoaderConfig) -> Specification:
 
     Args:
         dataset: a mixture has `order_specification(config)`, which returns it. Other datasets have
-            `shards`, if `config` asks for a sequential order: the number of samples of each shard,
-            in the order of the indices.
+            `shard_samples`, if `config` asks for a sequential order: the number of samples of each
+            shard, in the order of the indices.
 
     Raises:
         UserError: the order is sequential, but the dataset has no shards, or their sizes are wrong.
@@ -385,18 +388,18 @@ def specification_of(dataset: Any, config: LoaderConfig) -> Specification:
     size: int = len(dataset)
     if config.order == "shuffled":
         return {"size": size}
-    shards = getattr(dataset, "shards", None)
+    shards = getattr(dataset, "shard_samples", None)
     if shards is None:
         raise UserError(
             "loader.order sequential reads shard after shard, but the training data "
-            f"({type(dataset).__name__}) has no `shards`, the number of samples of each shard: use "
-            "loader.order shuffled"
+            f"({type(dataset).__name__}) has no `shard_samples`, the number of samples of each "
+            "shard: use loader.order shuffled"
         )
     sizes = [int(samples) for samples in shards]
     if min(sizes, default=-1) < 0 or sum(sizes) != size:
         raise UserError(
-            f"loader.order sequential: the shards of the training data ({type(dataset).__name__}) "
-            f"have {sum(sizes)} samples, but its length is {size}"
+            f"loader.order sequential: the `shard_samples` of the training data "
+            f"({type(dataset).__name__}) are {sum(sizes)} samples, but its length is {size}"
         )
     runs = [[samples, len([*same])] for samples, same in groupby(sizes)]
     return {"shards": runs, "shuffle_buffer": config.shuffle_buffer}
@@ -449,7 +452,7 @@ def check_specification(found: Specification) -> int:
         raise ValueError("sources or counts of the order")
     if not all(map(SOURCE_NAME.fullmatch, sources)):
         raise ValueError("names of the order's sources")
-    if not 0 < len(sources) * len(counts) <= _MOST_COUNTS or any(len(one) != 2 for one in counts):
+    if not 0 < len(sources) * len(counts) <= MOST_COUNTS or any(len(one) != 2 for one in counts):
         raise ValueError("counts of the order")
     steps = [step for step, _ in counts]
     if not is_of(steps, list[int]) or steps[0] != 0 or any(a >= b for a, b in pairwise(steps)):

@@ -194,10 +194,8 @@ class LanguageModel:
         from hvdtrain.data.tokens import TokenMeta
 
         data = self.config.data
-        sources = data.sources().values()
-        text = next((source for source in sources if source.source != "tokens"), None)
-        if file is None and text is None:
-            first = next(iter(sources))
+        first, *_ = sources = list(data.sources().values())
+        if file is None and all(source.source == "tokens" for source in sources):
             directory = expand(first.key("train"), first.train)[0].parent
             name = TokenMeta.read(directory).tokenizer
             if name != "bytes":

@@ -94,7 +94,7 @@ def test_losses_of_sources_are_means_over_their_samples(root: Path) -> None:
     for index in order.samples(0, GLOBAL).tolist():
         tokens, source = mixture[index]
         logits = model(tokens[None, :-1]).flatten(0, 1)
-        found[[*found][source]].append(float(F.cross_entropy(logits, tokens[1:])))
+        found[[*found][source]].append(F.cross_entropy(logits, tokens[1:]).item())
     first, *lines = metrics(root / "whole")
     assert len(found["web"]) > 1 and len(found["code"]) > 1 and not found[RARE]
     for name in ("web", "code"):

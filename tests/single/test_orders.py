@@ -20,7 +20,7 @@ from hvdtrain.config import parse
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import PERIOD, BatchConfig, LoaderConfig, apportion
 from hvdtrain.data.loader import Loading, TrainLoader
-from hvdtrain.data.mixture import Mixture
+from hvdtrain.data.mixture import Mixture, fingerprint_of
 from hvdtrain.data.order import (
     Interleaving,
     MixedOrder,
@@ -102,12 +102,14 @@ def test_token_windows_belong_to_the_file_in_which_they_begin(context: int) -> N
     begins = [
         int(np.searchsorted(windows.starts, i * context, "right")) for i in range(len(windows))
     ]
-    assert windows.shards.tolist() == [begins.count(file + 1) for file in range(4)]
+    assert windows.shard_samples.tolist() == [begins.count(file + 1) for file in range(4)]
 
 
 class _Numbers(Dataset[int]):
     def __init__(self, size: int, first: int = 0, shards: list[int] | None = None) -> None:
-        self.size, self.first, self.shards = size, first, shards
+        self.size, self.first = size, first
+        if shards is not None:
+            self.shard_samples = shards
 
     def __len__(self) -> int:
         return self.size
@@ -233,7 +235,9 @@ def test_validation_has_each_sample_once_in_proportion(sizes: list[int], data: A
     sources = {
         n: _Numbers(size, 1000 * i) for i, (n, size) in enumerate(zip(names, sizes, strict=True))
     }
-    mixture = Mixture(sources, dict(zip(names, weights, strict=True)))
+    later = {names[0]: 0.0} if len(names) > 1 else {}  # a source that begins later
+    shares = dict(zip(names, weights, strict=True))
+    mixture = Mixture(sources, shares | later, {9: shares})
     found = mixture.validation(sources)
     samples = [found[i] for i in range(len(found))]  # type: ignore[arg-type]
     assert all(number // 1000 == source for number, source in samples)
@@ -241,9 +245,11 @@ def test_validation_has_each_sample_once_in_proportion(sizes: list[int], data: A
     assert numbers == [1000 * i + n for i, size in enumerate(sizes) for n in range(size)]
     with pytest.raises(IndexError):
         found[len(found)]  # type: ignore[arg-type]
-    first = [source for _, source in samples[: min(sizes)]]
-    for i, weight in enumerate(weights):
-        assert abs(first.count(i) - len(first) * weight / sum(weights)) <= len(sizes)
+    if not later:
+        return
+    first = [source for _, source in samples[: min(sizes)] if source]
+    for i, weight in [*enumerate(weights)][1:]:
+        assert abs(first.count(i) - len(first) * weight / sum(weights[1:])) <= len(sizes)
 
 
 def test_loss_of_a_source_is_the_mean_over_its_samples() -> None:
@@ -251,6 +257,12 @@ def test_loss_of_a_source_is_the_mean_over_its_samples() -> None:
     mixture = Mixture(data, {"web": 1, "code": 1, "rare": 1})
     sums, sources = torch.tensor([2.0, 3.0, 7.0]), torch.tensor([0, 1, 0])
     found = mixture.losses(sums, sources, 4)
+    assert mixture.fingerprint() == Mixture(data, {"web": 1, "code": 2, "rare": 3}).fingerprint()
+    assert (
+        mixture.fingerprint()
+        != Mixture(data | {"web": _Numbers(6)}, dict.fromkeys(data, 1.0)).fingerprint()
+    )
+    assert fingerprint_of(mixture) == mixture.fingerprint() and fingerprint_of(data["web"]) is None
     assert mixture.metrics == ("loss_web", "loss_code", "loss_rare")
     assert {name: (float(a), float(b)) for name, (a, b) in found.items()} == {
         "loss_web": (9.0, 8.0), "loss_code": (3.0, 4.0), "loss_rare": (0.0, 0.0)
@@ -326,6 +338,13 @@ MIXTURE = "--data.mixture={web: {path: a, weight: 1}, code: {path: b, weight: %s
             [MIXTURE % 1, "--data.mixture_weights={0: {web: 1, code: 1}}"],
             "data.mixture_weights, step 0: weights change at a step >= 1",
         ),
+        (
+            [
+                "--data.mixture={web: {path: a, source: tokens, weight: 1}}",
+                "--data.tokenizer=b",
+            ],
+            "data.tokenizer is for text",
+        ),
         (["--loader.shuffle_buffer=0"], "shuffle_buffer must lie in [1, 16777216], not 0"),
         (["--loader.order=random"], "loader.order: expected one of"),
         (["--loader.order=sequential", "--batch.max_tokens=90"], "excludes loader.order"),
@@ -340,9 +359,9 @@ def test_mistake_in_the_configuration_is_one_message(flags: list[str], message: 
 def test_dataset_that_cannot_have_the_order_is_refused() -> None:
     data, both = _Numbers(5), {"web": 1.0, "code": 1.0}
     sequential = LoaderConfig(order="sequential")
-    with pytest.raises(UserError, match=r"training data \(_Numbers\) has no `shards`"):
+    with pytest.raises(UserError, match=r"training data \(_Numbers\) has no `shard_samples`"):
         specification_of(data, sequential)
-    with pytest.raises(UserError, match="have 4 samples, but its length is 5"):
+    with pytest.raises(UserError, match="are 4 samples, but its length is 5"):
         specification_of(_Numbers(5, shards=[1, 3]), sequential)
     with pytest.raises(UserError, match="the source code has no samples"):
         Mixture({"web": data, "code": _Numbers(0)}, both)

@@ -10,8 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.checkpoint.config import MemoryCopiesConfig
+from hvdtrain.engine.callbacks.copies import check_memory
+from hvdtrain.errors import UserError
 from hvdtrain.parallel.copies import MemoryCopies, buddies, common_step
 from hvdtrain.parallel.spanned import HeldShard
+from hvdtrain.runtime.mesh import Topology
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 SHARDS = 3
@@ -180,3 +184,10 @@ def test_copy_is_paced_over_part_of_a_step(pair: tuple[MemoryCopies, ...]) -> No
     stalled = time.monotonic() - begin
     pair[0].wait(SECONDS)
     assert pair[0].seconds > 0.3 and stalled < 0.3
+
+
+def test_copies_that_exceed_the_memory_of_a_host_are_refused() -> None:
+    topology, config = Topology(0, 2, 0, 1, ("a", "b")), MemoryCopiesConfig(every=5)
+    check_memory(config, topology, shard_bytes=1 << 10)
+    with pytest.raises(UserError, match=r"need \d+ MiB on a, which has \d+ MiB free"):
+        check_memory(config, topology, shard_bytes=1 << 60)

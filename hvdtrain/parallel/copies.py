@@ -253,7 +253,6 @@ class MemoryCopies:
     Attributes:
         store: the copies.
         complete_step: newest step of which all ranks have reported their copies as verified.
-        bytes: size of this rank's newest copy.
         seconds: from the end of the step until this rank's newest copy was verified.
         stall_seconds: seconds in all in which steps waited.
     """
@@ -261,7 +260,6 @@ class MemoryCopies:
     def __init__(self, secret: bytes) -> None:
         self.store = CopyStore()
         self.complete_step = 0
-        self.bytes = 0
         self.seconds = 0.0
         self.stall_seconds = 0.0
         self._key = hmac.digest(secret, b"memory copies", "sha256")
@@ -345,7 +343,6 @@ class MemoryCopies:
             torch.cuda.synchronize()
         facts = {"progress": shard.progress, "applied": shard.applied, "layout": layout}
         header = json.dumps(facts).encode()
-        self.bytes = content.nbytes
         self.stall_seconds += time.monotonic() - begin
         unhashed = ShardCopy(shard.number, shard.step, header, content, "")
         sent = _Sent(self.store.claim, since or 0, _PACE * seconds)

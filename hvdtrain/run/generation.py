@@ -400,7 +400,7 @@ class Generation:
             persistent.recent,
         )
         callbacks = build_callbacks(self._config, self._components, outputs, context)
-        if cause.name == "launch" and (size := self._shard_bytes()):
+        if cause.name == "launch" and self._topology.rank == 0 and (size := self._shard_bytes()):
             from hvdtrain.engine.callbacks.copies import log_memory
 
             log_memory(self._config.checkpoint.memory, self._topology, size)

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.checkpoint.config import MemoryCopiesConfig
+from hvdtrain.engine.callbacks.copies import KeepCopies, check_memory
+from hvdtrain.engine.loop import Progress
+from hvdtrain.errors import UserError
+from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.parallel.copies import MemoryCopies, buddies, common_step
 from hvdtrain.parallel.spanned import HeldShard
+from hvdtrain.runtime.mesh import Topology
+from tests.support.thread_ranks import on_ranks
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 SHARDS = 3
@@ -180,3 +191,57 @@ def test_copy_is_paced_over_part_of_a_step(pair: tuple[MemoryCopies, ...]) -> No
     stalled = time.monotonic() - begin
     pair[0].wait(SECONDS)
     assert pair[0].seconds > 0.3 and stalled < 0.3
+
+
+def test_copies_that_exceed_the_memory_of_a_host_are_refused() -> None:
+    topology, config = Topology(0, 2, 0, 1, ("a", "b")), MemoryCopiesConfig(every=5)
+    check_memory(config, topology, shard_bytes=1 << 10)
+    with pytest.raises(UserError, match=r"need \d+ MiB on a, which has \d+ MiB free"):
+        check_memory(config, topology, shard_bytes=1 << 60)
+
+
+def _keep_copies(
+    rank: int, steps: int, step_seconds: float, reaches_its_buddy: bool = True
+) -> tuple[MemoryCopies, int]:
+    """Run the steps of one of two ranks; return its copies, and the `late` of the last step."""
+    topology = Topology(rank, 2, rank, 2, ("localhost",) * 2)
+    timer = SimpleNamespace(inside=lambda phase: nullcontext())
+    context: Any = SimpleNamespace(mesh=SimpleNamespace(topology=topology), timer=timer, claim="a")
+    copies, agreement, progress = MemoryCopies(b"secret"), Agreement(), Progress()
+    keep = KeepCopies(
+        MemoryCopiesConfig(every=5),
+        copies,
+        lambda: _shard(rank, progress.step),
+        agreement,
+        context,
+        0,
+    )
+    if not reaches_its_buddy:
+        copies.send_to([("127.0.0.1", 1)])
+    loop: Any = SimpleNamespace(progress=progress, generation_ends=False, topology=topology)
+    for step in range(1, steps + 1):
+        agreement.wait(step, lambda: None)
+        progress.step = step
+        keep.on_step(loop, {"step_seconds": step_seconds})
+    copies.wait(SECONDS if reaches_its_buddy else 0.5)
+    return copies, agreement.late
+
+
+def test_copies_are_taken_after_the_first_step_and_every_few_steps() -> None:
+    ranks = [partial(_keep_copies, rank, 11, SECONDS) for rank in range(2)]
+    (first, _), (second, late) = on_ranks(ranks)
+    assert late == 0 and first.complete_step == second.complete_step == 10
+    for copies in (first, second):
+        own = [step for number, step in copies.store.held() if number == (copies is second)]
+        assert own == [5, 10]
+        copies.leave()
+
+
+def test_ranks_take_no_new_copies_before_the_last_ones_are_verified() -> None:
+    ranks = [partial(_keep_copies, rank, 20, 0.3, reaches_its_buddy=rank == 0) for rank in range(2)]
+    (first, late), (second, _) = on_ranks(ranks)
+    assert late == 1 and second.stall_seconds < 2.0  # it has waited once, for one step
+    for copies in (first, second):
+        assert {step for _, step in copies.store.held()} == {1}
+        assert copies.complete_step == 0
+        copies.leave()

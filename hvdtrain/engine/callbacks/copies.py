@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from hvdtrain.checkpoint.config import MemoryCopiesConfig
@@ -17,6 +18,7 @@ from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.telemetry.exporter import Exporter
+from hvdtrain.text import plural
 
 # Versions of each shard that are kept.
 _KEPT = 2
@@ -122,26 +124,17 @@ def export(exporter: Exporter, copies: MemoryCopies) -> None:
     )
 
 
-def memory_of_a_rank(
-    config: MemoryCopiesConfig, topology: Topology, rank: int, shard_bytes: int
-) -> int:
-    """Return the bytes of host memory in which a rank keeps copies.
+def check_memory(config: MemoryCopiesConfig, topology: Topology, shard_bytes: int) -> None:
+    """Check that this host has the memory for its ranks' copies.
 
     Args:
         shard_bytes: size of a copy of a shard; all ranks' shards are about equal.
-    """
-    keepers = [buddies(topology.hosts, r, config.copies) for r in range(topology.world_size)]
-    return _KEPT * shard_bytes * (1 + sum(rank in each for each in keepers))
-
-
-def check_memory(config: MemoryCopiesConfig, topology: Topology, shard_bytes: int) -> None:
-    """Check that this host has the memory for its ranks' copies; arguments as above.
 
     Raises:
         UserError: it does not.
     """
-    ranks = topology.ranks_by_host()[topology.host]
-    need = sum(memory_of_a_rank(config, topology, rank, shard_bytes) for rank in ranks)
+    needs = _memory_of_ranks(config, topology, shard_bytes)
+    need = sum(needs[rank] for rank in topology.ranks_by_host()[topology.host])
     free = machine.free_memory()
     if need > free:
         raise UserError(
@@ -152,14 +145,28 @@ def check_memory(config: MemoryCopiesConfig, topology: Topology, shard_bytes: in
 
 
 def log_memory(config: MemoryCopiesConfig, topology: Topology, shard_bytes: int) -> None:
-    """Log on rank 0 the memory that copies need; arguments as above."""
-    if topology.rank != 0:
-        return
+    """Log the memory that copies need, and a lack of hosts; arguments as of check_memory."""
+    others = len(topology.ranks_by_host()) - 1
+    kept = len(buddies(topology.hosts, topology.rank, config.copies))
     logger.info(
         "checkpoint.memory.every %d: a copy of %.1f MiB per rank, on %s too; %.1f MiB of host "
         "memory per rank",
         config.every,
         shard_bytes / _MIB,
-        "another host" if len(topology.ranks_by_host()) > 1 else "another rank of this host",
-        memory_of_a_rank(config, topology, 0, shard_bytes) / _MIB,
+        plural(kept, "other host" if others else "other rank"),
+        max(_memory_of_ranks(config, topology, shard_bytes)) / _MIB,
     )
+    if others < config.copies:
+        where = f"on {plural(others, 'other host')}" if others else "on this host only"
+        logger.warning(
+            "checkpoint.memory.copies %d: copies are %s, because there are no more hosts",
+            config.copies,
+            where,
+        )
+
+
+def _memory_of_ranks(config: MemoryCopiesConfig, topology: Topology, shard_bytes: int) -> list[int]:
+    """Return the bytes of host memory in which each rank keeps copies."""
+    hosts, ranks = topology.hosts, range(topology.world_size)
+    kept = Counter(buddy for rank in ranks for buddy in buddies(hosts, rank, config.copies))
+    return [_KEPT * shard_bytes * (1 + kept[rank]) for rank in ranks]

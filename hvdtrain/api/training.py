@@ -168,6 +168,11 @@ def training(
                 "parallel.*: a script with its own loop trains a model that every rank holds "
                 "completely; write a task for models that span ranks (docs/custom-tasks.md)"
             )
+        if settings.config.integrity.replay_every:
+            raise UserError(
+                "integrity.replay_every: a script with its own loop computes the losses itself, so "
+                "ranks cannot replay its micro-batches: use 0"
+            )
     except UserError as error:
         raise _reported(error, stop) from None
     data = SampleNumbers() if dataset is None else dataset

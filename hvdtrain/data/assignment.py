@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from heapq import heapify, heapreplace
 
+from hvdtrain.data.order import spread
 from hvdtrain.runtime.mesh import ALONE, Group
 
 
@@ -58,12 +58,7 @@ class Assignment:
     def change(self, counts: Sequence[int]) -> None:
         """Interleave the ranks, so that each rank's are spread over the step; `even`: j % ranks."""
         self.counts = list(counts)
-        turns = sorted(
-            (Fraction(2 * number + 1, count), rank)
-            for rank, count in enumerate(counts)
-            for number in range(count)
-        )
-        of_replica = [j for j, (_, rank) in enumerate(turns) if rank == self._rank]
+        of_replica = [j for j, rank in enumerate(spread(counts)) if rank == self._rank]
         self._own = [j * self._shard.size + self._shard.rank for j in of_replica]
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any, NamedTuple, TypeGuard
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.buckets import SampleBuckets
 from hvdtrain.data.config import BatchConfig, LoaderConfig
-from hvdtrain.data.order import sample_order
+from hvdtrain.data.order import Order, build_order, specification_of
 from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.device import seed_all
@@ -66,12 +66,15 @@ class TrainLoader:
     different numbers of micro-batches, or none.
 
     Args:
-        dataset: at least one sample; map-style, or iterable with its own order.
+        dataset: at least one sample; map-style, or iterable with its own order. `loading.config`
+            and a mixture determine the order of a map-style dataset, see order.py.
         samples: start position in the order, in samples since the run's first.
         batch: sizes of a step and of a micro-batch.
         assignment: which micro-batches belong to this rank; read again in each step.
         seed: the run's seed.
         buckets: samples of each micro-batch, with batch.max_tokens; not for iterable datasets.
+        replayed: returns, for a step and the micro-batches per rank, the number of another rank's
+            micro-batch that this rank loads before its own; None: none. For map-style datasets.
     """
 
     def __init__(
@@ -83,21 +86,25 @@ class TrainLoader:
         seed: int,
         loading: Loading = IN_RANK,
         buckets: SampleBuckets | None = None,
+        replayed: Callable[[int, Sequence[int]], int | None] = lambda step, counts: None,
     ) -> None:
         self._dataset = dataset
         self._samples = samples
+        self._replayed = replayed
         self._global_size = batch.global_size
         self._micro_size = batch.micro_size
         self._micro_batches = batch.micro_batches
         self._seed = seed
         self._loading = loading
         self._buckets = buckets
+        self._order: Order | None = None  # of a map-style dataset without buckets
         self.assignment = assignment
         self._own_order = has_own_order(dataset)
-        # Reading an iterable dataset passes the micro-batches of the other ranks, too.
-        self._read: Collection[int] = range(batch.micro_batches) if self._own_order else assignment
         self._batches: Iterator[Batch] = iter(())
         self._assigned: list[int] | None = None
+        if not self._own_order and buckets is None:
+            specification = specification_of(dataset, loading.config)
+            self._order = build_order(specification, seed, batch.global_size)
         if has_own_order(dataset):
             batches = IterableBatches(dataset, samples, batch, assignment, seed, loading.collate)
             pin_memory = loading.pin_memory
@@ -105,6 +112,8 @@ class TrainLoader:
 
     def next_step(self, step: int) -> Iterator[Batch]:
         """This rank's micro-batches of the next step, in the order of `assignment`.
+
+        A replayed micro-batch comes first.
 
         Random numbers are seeded before each micro-batch is loaded and, for a map-style dataset,
         again before the forward pass: the numbers drawn depend on the position in the run, and
@@ -122,16 +131,46 @@ class TrainLoader:
             self._assigned = list(self.assignment.counts)
             self._batches = self._begin(step)
         self._samples += self._global_size
-        for j in self._read:
-            if self._own_order:
+        if not self._own_order:
+            for j in self._numbers(step):
+                batch = next(self._batches)
+                if isinstance(batch, UserError):
+                    raise batch
                 seed_all(self._seed, step, j)
-            batch = next(self._batches)
-            if isinstance(batch, UserError):
-                raise batch
-            if j in self.assignment:
-                if not self._own_order:
-                    seed_all(self._seed, step, j)
                 yield batch
+            return
+        for j in range(self._micro_batches):  # reading passes those of the other ranks, too
+            seed_all(self._seed, step, j)
+            batch = next(self._batches)
+            if j in self.assignment:
+                yield batch
+
+    def load(self, step: int, number: int, samples: int) -> Batch:
+        """Load any micro-batch of a map-style dataset now, and seed its forward pass.
+
+        Args:
+            number: its number in the step.
+            samples: position in the order at which the step begins.
+
+        Raises:
+            UserError: a sample cannot be loaded.
+        """
+        if self._buckets is not None:
+            chosen = self._buckets.micro_batch(step * self._micro_batches + number)
+        else:
+            assert self._order is not None
+            start = samples + number * self._micro_size
+            chosen = self._order.samples(start, start + self._micro_size).tolist()
+        place = Place(step, number, chosen)
+        batch = self._micro_batches_by_place()[place]
+        if isinstance(batch, UserError):
+            raise batch
+        seed_all(self._seed, step, number)
+        return batch
+
+    def go_back(self, samples: int) -> None:
+        """Begin the next step at this position again; not for an iterable dataset."""
+        self._samples, self._assigned = samples, None
 
     def close(self) -> None:
         """End the loader processes."""
@@ -139,41 +178,44 @@ class TrainLoader:
 
     def _begin(self, step: int) -> Iterator[Batch]:
         self.close()
-        loading, own = self._loading, [*self.assignment]
         places = (
-            self._places(step, self._samples, own)
+            self._places(step, self._samples)
             if self._buckets is None
-            else self._places_of_buckets(step, own, self._buckets)
+            else self._places_of_buckets(step, self._buckets)
         )
-        batches = MicroBatches(self._dataset, self._seed, _LOADING_SEED, loading.collate)
-        return load(batches, places, loading)
+        return load(self._micro_batches_by_place(), places, self._loading)
 
-    def _places_of_buckets(
-        self, step: int, own: Sequence[int], buckets: SampleBuckets
-    ) -> Iterator[Place]:
+    def _micro_batches_by_place(self) -> MicroBatches:
+        return MicroBatches(self._dataset, self._seed, _LOADING_SEED, self._loading.collate)
+
+    def _numbers(self, step: int) -> list[int]:
+        """Numbers of the micro-batches that this rank loads in a step, in order."""
+        replayed = self._replayed(step, self.assignment.counts)
+        return [*(() if replayed is None else (replayed,)), *self.assignment]
+
+    def _places_of_buckets(self, step: int, buckets: SampleBuckets) -> Iterator[Place]:
         """Same as `_places`, for buckets."""
-        for number in count(step) if own else ():
-            for j in own:
+        for number in count(step) if len(self.assignment) else ():
+            for j in self._numbers(number):
                 yield Place(number, j, buckets.micro_batch(number * self._micro_batches + j))
 
-    def _places(self, step: int, position: int, own: Sequence[int]) -> Iterator[Place]:
+    def _places(self, step: int, position: int) -> Iterator[Place]:
         """Endless places of a rank's micro-batches from a step on; empty if it has none.
 
         Args:
             position: in the order, at which the step begins.
-            own: numbers of its micro-batches in each step.
         """
-        size = len(self._dataset)  # type: ignore[arg-type]
+        assert self._order is not None
         # Several steps at once: the computation takes as long for 32 positions as for 1024.
         steps = max(1, _POSITIONS_AT_ONCE // self._global_size)
-        if not own:
+        if not len(self.assignment):
             return
         numbers = count(step)
         for start in count(position, steps * self._global_size):
-            order = sample_order(start, start + steps * self._global_size, size, self._seed)
-            for micro_batches in order.reshape(steps, -1, self._micro_size).tolist():
+            samples = self._order.samples(start, start + steps * self._global_size)
+            for micro_batches in samples.reshape(steps, -1, self._micro_size).tolist():
                 number = next(numbers)
-                for j in own:
+                for j in self._numbers(number):
                     yield Place(number, j, micro_batches[j])
 
 
@@ -203,12 +245,18 @@ class MicroBatches(Dataset[Batch]):
         """The micro-batch, or the error: raised in a worker, it would become a traceback."""
         seed_all(self._seed, place.step, place.number, self._kind)
         try:
-            several = getattr(self._dataset, "__getitems__", None)
-            if several is not None:
-                return self._collate(several(place.samples))
-            return self._collate([self._dataset[index] for index in place.samples])
+            return self._collate(read_samples(self._dataset, place.samples))
         except UserError as error:
             return error
+
+
+def read_samples(dataset: Dataset[Any], indices: Sequence[int]) -> list[Any]:
+    """The samples of a map-style dataset, read together if the dataset can do that."""
+    several = getattr(dataset, "__getitems__", None)
+    if several is None:
+        return [dataset[index] for index in indices]
+    samples: list[Any] = several(indices)
+    return samples
 
 
 def load(batches: MicroBatches, places: Iterable[Place], loading: Loading) -> Iterator[Batch]:

@@ -57,6 +57,11 @@ class ParquetRows(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    @property
+    def shards(self) -> Indices:
+        """Number of rows in each file, in the order of the samples."""
+        return np.diff(self._starts)
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(index)

@@ -60,6 +60,11 @@ class _Records(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    @property
+    def shards(self) -> Indices:
+        """Number of samples in each file, in the order of the samples."""
+        return np.diff(self._starts)
+
     def fingerprint(self) -> Fingerprint:
         """16 hex digits that change with the files' names, numbers of samples, or content."""
         return self._files.fingerprint([len(index) - 1 for index in self._files.indexes])

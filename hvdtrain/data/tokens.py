@@ -87,6 +87,12 @@ class TokenWindows(Dataset[Tensor]):
     def __len__(self) -> int:
         return max(0, (self.tokens - 1) // self.context)
 
+    @property
+    def shards(self) -> NDArray[np.int64]:
+        """Number of samples that begin in each array."""
+        begins = np.minimum(-(-self.starts // self.context), len(self))
+        return np.diff(begins)
+
     def __getitem__(self, index: int) -> Tensor:
         """int64 of shape (context + 1,)."""
         start = index * self.context

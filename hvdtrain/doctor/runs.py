@@ -104,6 +104,13 @@ CAUSES = (
         "exclude the named host; hvdtrain audit RUN",
     ),
     LogPattern(
+        "wrong gradient",
+        r"computed a wrong gradient|compute different gradients",
+        "a rank computed another gradient than a rank on another host",
+        "a processor or a GPU of that host computes wrongly",
+        "exclude the named host, and test it; see docs/report-and-audit.md",
+    ),
+    LogPattern(
         "network",
         r"rendezvous failed|cannot be reached|no route to host|connection (?:refused|timed out)"
         r"|launcher does not (answer|respond)",
@@ -244,6 +251,11 @@ def _from_events(run: RecordedRun, known: set[str]) -> Iterator[Diagnosis]:
         elif event.get("event") == "healed" and "replicas" not in known:
             known.add("replicas")
             yield _of_event("replicas", where, line)
+        elif event.get("event") != "replay" or "wrong gradient" in known:
+            continue
+        elif event.get("hosts"):  # otherwise no rank was wrong
+            known.add("wrong gradient")
+            yield _of_event("wrong gradient", where, line)
     ended = run.ledger.generations[-1].end if run.ledger else None
     if ended is not None and ended[1] == 3 and "not finite" not in known:
         yield _of_event("not finite", f"{path} (the last line)", f"exit code 3 at step {ended[0]}")

@@ -40,7 +40,7 @@ from hvdtrain.elastic.processes import (
 )
 from hvdtrain.elastic.status import RENDEZVOUS, TRAINING, Identity, ProcessStatus, StepFailures
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
-from hvdtrain.run_files.host_records import SILENT, STUCK, avoided, cause_of_end
+from hvdtrain.run_files.host_records import CAUSES, SILENT, STUCK, avoided, cause_of_end
 
 # New processes wait this long for each other, so that one rendezvous admits all of them.
 _GATHER_SECONDS = 2.0
@@ -346,12 +346,17 @@ class JobState:
         process.replaced = True
         return f"{process} is replaced by a new process: {why}"
 
-    def host_leaves(self, process: TrainingProcess, why: str, now: float) -> str:
+    def host_leaves(self, process: TrainingProcess, why: str, now: float, cause: str = "") -> str:
         """The host of a process is about to be taken away: its processes leave.
 
         If no process on another host has the state of the run, all ranks write a checkpoint and
         stop.
+
+        Args:
+            cause: recorded as an incident of the host; "": it is not the host's fault.
         """
+        if cause in CAUSES:
+            self.incidents.append((process.host, cause, why))
         if process.host_retired or self.stop_requested:
             return ""
         able = self.alive("starting", "waiting", "running")

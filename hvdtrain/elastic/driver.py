@@ -492,12 +492,12 @@ class ElasticDriver:
             if process is not None:
                 self._act_on(self._state.is_replaced(process, message, time.monotonic()))
 
-    def leave(self, number: int, message: str) -> None:
-        """Retire the host of a process before it is taken away."""
+    def leave(self, number: int, message: str, cause: str = "") -> None:
+        """Retire the host of a process before it is taken away, or because of `cause`."""
         with self._changed:
             process = self._record_request(number)
             if process is not None:
-                self._act_on(self._state.host_leaves(process, message, time.monotonic()))
+                self._act_on(self._state.host_leaves(process, message, time.monotonic(), cause))
 
     def stuck(self, number: int, message: str) -> None:
         """Declare a process lost that hangs and that its watchdog cannot end."""

@@ -168,13 +168,16 @@ class Membership:
         """
         self._driver.ask("replace", self._number, {"message": message})
 
-    def leave(self, message: str) -> None:
+    def leave(self, message: str, cause: str = "") -> None:
         """Report to the launcher that this host is about to be taken away: its ranks leave.
+
+        Args:
+            cause: recorded as an incident of this host, see run_files/host_records.py; "": none.
 
         Raises:
             OSError: the launcher cannot be reached now.
         """
-        self._driver.ask("leave", self._number, {"message": message})
+        self._driver.ask("leave", self._number, {"message": message, "cause": cause})
 
     def _listen(self) -> None:
         while True:

@@ -9,7 +9,8 @@ POST /join/NUMBER    requests the process's ranks. Body: the process's status (s
 POST /alive/NUMBER   {}: sent by a watchdog whose heartbeats are not acknowledged
 POST /failed/NUMBER  {"message": str, "step": int or null}: why the process is about to end
 POST /replace/NUMBER {"message": str}: the process ends; a new process must take its place
-POST /leave/NUMBER   {"message": str}: the process's host is about to be taken away
+POST /leave/NUMBER   {"message": str, "cause": str}: the process's host is about to be taken away,
+                     or must not be used further: the cause is a key of host_records.CAUSES, or ""
 POST /stuck/NUMBER   {"message": str}: the watchdog cannot end the process; do not wait for it
 GET /rank_and_size/HOST:LOCAL_RANK
                      sent by Horovod itself: the ranks that the process received by /join
@@ -85,7 +86,7 @@ class Driver(Protocol):
 
     def replace(self, number: int, message: str) -> None: ...
 
-    def leave(self, number: int, message: str) -> None: ...
+    def leave(self, number: int, message: str, cause: str = "") -> None: ...
 
     def stuck(self, number: int, message: str) -> None: ...
 
@@ -148,7 +149,7 @@ def handle_report(
     elif what == "replace":
         driver.replace(number, body["message"])
     elif what == "leave":
-        driver.leave(number, body["message"])
+        driver.leave(number, body["message"], body.get("cause", ""))
     elif what == "stuck":
         driver.stuck(number, body["message"])
     else:

@@ -19,7 +19,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hvdtrain.engine.state import RunState
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.state_part import Saved
@@ -30,15 +29,7 @@ _BLOCK = 1 << 18
 # Blocks in one kernel launch on devices other than CPUs, where launches dominate the cost.
 _AT_ONCE = 64
 DIGEST_BYTES = 32
-
-
-def state_hash(state: RunState, of_tensors: TensorHash) -> str:
-    """Hash of parameters and optimizer state, however they are sharded; every rank calls it."""
-    if state.spanned:
-        return whole_digest(of_tensors, state.saved_shards()).hex()
-    if state.sharded is not None:
-        return ShardHash(state.sharded, of_tensors).whole(state.compared()).hex()
-    return of_tensors(state.compared()).hex()
+SKETCH = 32  # numbers in a sketch, see TensorHash.sketch
 
 
 class ShardHash:
@@ -113,6 +104,7 @@ class TensorHash:
         low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
         weights = torch.randint(low, high, (_BLOCK,), generator=generator) | 1
         self._weights = {weights.device: weights}
+        self._signs: dict[torch.device, Tensor] = {}
 
     @torch.no_grad()
     def __call__(
@@ -147,6 +139,25 @@ class TensorHash:
             on_one = [part.cpu() for part in sums[device]] if others else sums[device]
             digest.update(torch.cat(on_one).cpu().numpy().astype("<i8").tobytes())
         return digest.digest()
+
+    @torch.no_grad()
+    def sums(self, tensor: Tensor) -> Tensor:
+        """Sums of a whole tensor's blocks, int64 and on its device, as in ShardSums."""
+        return torch.cat([*_block_sums(_words(tensor), self._on(tensor.device))])
+
+    @torch.no_grad()
+    def sketch(self, tensor: Tensor) -> Tensor:
+        """Sums of a tensor's elements with random signs, (SKETCH,) float64, on its device."""
+        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+        if flat.device not in self._signs:
+            signs = self._on(flat.device).sign().double()
+            self._signs[flat.device] = signs.view(-1, SKETCH)
+        signs = self._signs[flat.device]
+        total = torch.zeros(SKETCH, dtype=torch.float64, device=flat.device)
+        for part in flat.split(_BLOCK):
+            rows = torch.nn.functional.pad(part.double(), (0, -len(part) % SKETCH))
+            total += rows.view(-1, SKETCH).mul_(signs[: -(-len(part) // SKETCH)]).sum(dim=0)
+        return total
 
     @torch.no_grad()
     def shard(self, tensor: Tensor, position: ShardPosition | None) -> ShardSums:

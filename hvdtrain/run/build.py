@@ -12,15 +12,16 @@ from torch.optim import Optimizer
 
 from hvdtrain.config import Config
 from hvdtrain.data.assignment import Assignment
-from hvdtrain.data.buckets import SampleBuckets
 from hvdtrain.data.loader import Loading, TrainLoader
+from hvdtrain.data.order import describe
 from hvdtrain.engine.accumulate import Accumulate, Passes
 from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.engine.local_steps import LocalSteps
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, TrainingPlan
 from hvdtrain.engine.memory import arrange_activations, compile_blocks
-from hvdtrain.engine.state import PRECISION, RunState, Snapshot
+from hvdtrain.engine.replay import Replay, ReplayActions, ReplayPlan
+from hvdtrain.engine.state import ORDER, PRECISION, RunState, Snapshot
 from hvdtrain.engine.step import TrainStep, Update
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import Exchange
@@ -33,7 +34,7 @@ from hvdtrain.optim.trainable import check_device, check_model, freeze
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.run.fit import Trial, with_micro_size
 from hvdtrain.run.prepare import Prepared
-from hvdtrain.run.resolve import RunBuckets, dataset_size
+from hvdtrain.run.resolve import Resolved, RunBuckets, dataset_size
 from hvdtrain.run.strategy import Strategy
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
@@ -146,7 +147,7 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
     more, spanned = strategy.state_parts(model, optimizer, ema)
     parts += more
     identity = {
-        **build_identity(config, datasets, prepared.buckets.train), PRECISION: precision.name
+        **build_identity(config, datasets, prepared.resolved), PRECISION: precision.name
     }  # fmt: skip
     state = RunState(model, optimizer, prepared.progress, identity, parts, spanned)
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
@@ -161,15 +162,10 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
     )  # fmt: skip
 
 
-def build_identity(
-    config: Config, datasets: Datasets, buckets: SampleBuckets | None
-) -> dict[str, Any]:
-    """Return the properties that determine the run's loss curve, see RunState.
-
-    Args:
-        buckets: buckets of the training data, with batch.max_tokens.
-    """
+def build_identity(config: Config, datasets: Datasets, resolved: Resolved) -> dict[str, Any]:
+    """Return the properties that determine the run's loss curve, see RunState."""
     batch: dict[str, Any] = {"batch.global_size": config.batch.global_size}
+    buckets = resolved.buckets.train
     if buckets is not None:
         batch = {
             "batch.max_tokens": config.batch.max_tokens,
@@ -179,6 +175,7 @@ def build_identity(
     return {
         "seed": config.seed,
         **batch,
+        **({ORDER: describe(resolved.order)} if resolved.order is not None else {}),
         "optim.name": config.optim.name,
         "the number of training samples": dataset_size(datasets),
         "the fingerprint of the training data": datasets.fingerprint,
@@ -200,8 +197,13 @@ def build_loop(
     callbacks: list[Callback],
     interruptions: Interruptions,
     context: RankContext,
+    actions: ReplayActions | None = None,
 ) -> Loop:
-    """Build the loop of one generation."""
+    """Build the loop of one generation.
+
+    Args:
+        actions: called by replays; None: no replays.
+    """
     state, exchange = components.state, components.exchange
     resolved, buckets = components.prepared.resolved, components.buckets.train
     batch = config.batch
@@ -220,6 +222,11 @@ def build_loop(
         loss_scale,
         components.strategy.norm(context.device),
     )
+    script = optional(components.task, "script_state")
+    # In a script with its own loop, only the script can compute a gradient.
+    every = (config.integrity.replay_every or 0) if actions is not None and script is None else 0
+    topology = context.mesh.topology
+    plan = ReplayPlan(every, topology.rank, topology.hosts)
     loader = TrainLoader(
         components.datasets.train,
         samples=state.progress.samples,
@@ -228,9 +235,17 @@ def build_loop(
         seed=config.seed,
         loading=components.loading(),
         buckets=buckets,
+        replayed=plan.replayed,
     )
+    replay = None
+    if plan.every and topology.world_size > 1 and actions is not None:
+        assert isinstance(passes, Accumulate)
+        trained, progress = exchange.trained, state.progress
+        replay = Replay(
+            plan, passes, trained, loader, lambda: progress.samples, actions, context
+        )  # fmt: skip
     step = TrainStep(
-        passes, exchange, update, batch, context, buckets, sharded, components.agreement
+        passes, exchange, update, batch, context, buckets, sharded, components.agreement, replay
     )
     rate = optional(components.task, "schedule") or partial(
         learning_rate, config.schedule, config.optim.lr, steps=config.train.steps
@@ -252,7 +267,7 @@ def build_loop(
         callbacks,
         interruptions,
         context,
-        optional(components.task, "script_state"),
+        script,
     )
 
 

@@ -79,15 +79,18 @@ def _layout(topology: Topology, grid: Grid) -> dict[str, Any]:
 def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]:
     """Return the start event of a generation in RUN/events.jsonl: first step, ranks and data."""
     config, state, datasets = components.config, components.state, components.datasets
+    order = components.prepared.resolved.order
     buckets, former = components.buckets.train, former_of(datasets.fingerprint)
     return {
         "step": state.progress.step,
         "samples": state.progress.samples,
         "applied": state.applied.count,
+        **({"rollbacks": state.progress.rollbacks} if state.progress.rollbacks else {}),
         "world_size": topology.world_size,
         "hosts": topology.ranks_by_host(),
         "global_size": config.batch.global_size,
         "micro_size": config.batch.micro_size,
+        **({"order": order} if order is not None and order.keys() != {"size"} else {}),
         **({"per_step": config.batch.per_step, "buckets": buckets.sizes} if buckets else {}),
         "seed": config.seed,
         "dataset_size": dataset_size(datasets),

@@ -49,15 +49,17 @@ class IncidentCause:
 
 
 KILLED, CRASHED, HUNG, STUCK, SILENT = "killed", "crashed", "hung", "stuck", "silent"
-FLIPPED, GPU, SLOW, THROTTLED = "flipped", "gpu", "slow", "throttled"
-# A single incident makes a host suspect only if its hardware reports the fault.
+FLIPPED, WRONG, GPU, SLOW, THROTTLED = "flipped", "wrong", "gpu", "slow", "throttled"
+# A single incident makes a host suspect only if its hardware, or several other hosts, report the
+# fault.
 CAUSES = {
     KILLED: IncidentCause(1.0, "rank killed from outside, or out of memory"),
     CRASHED: IncidentCause(0.5, "rank ended by a memory fault"),
     HUNG: IncidentCause(1.0, "rank without progress"),
     STUCK: IncidentCause(1.5, "rank that SIGKILL does not end"),
     SILENT: IncidentCause(1.0, "no response"),
-    FLIPPED: IncidentCause(1.0, "state that differed from the other ranks'"),
+    FLIPPED: IncidentCause(1.0, "state or gradient that differed from the other ranks'"),
+    WRONG: IncidentCause(3.0, "wrong gradient, as other hosts agree"),
     GPU: IncidentCause(3.0, "GPU memory errors, or a GPU that failed"),
     SLOW: IncidentCause(0.5, "slower than the other hosts"),
     THROTTLED: IncidentCause(0.5, "GPU clock throttled"),

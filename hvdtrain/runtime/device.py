@@ -11,6 +11,7 @@ import torch
 
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
+from hvdtrain.runtime import machine
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.mesh import Topology
@@ -74,6 +75,20 @@ def rounding(device: torch.device, products: bool) -> str:
     if products:
         found.append(x.view(64, 64) @ y.view(64, 64))
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in found)).hexdigest()[:16]
+
+
+def arithmetic(device: torch.device) -> str:
+    """Describe what determines how a device rounds: its kind, and the libraries' versions.
+
+    Ranks with the same description compute bitwise identical gradients, if their kernels are
+    reproducible.
+    """
+    if device.type == "cuda":
+        versions = torch.version.cuda, torch.backends.cudnn.version()
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {versions}"
+    kernels = torch.backends.cpu.get_cpu_capability()
+    threads = torch.get_num_threads()
+    return f"{machine.processor()}, torch {torch.__version__}, {kernels}, {threads} threads"
 
 
 def _visible_gpus() -> list[str]:

@@ -46,6 +46,16 @@ def free_memory(root: Path = Path("/")) -> int:
     return max(0, min([psutil.virtual_memory().available, *left]))
 
 
+def processor(root: Path = Path("/")) -> str:
+    """Return the model of this host's processors; "": unknown."""
+    with suppress(OSError):
+        for line in (root / "proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return ""
+
+
 def has_rdma(root: Path = Path("/")) -> bool:
     """Whether this host has an RDMA network: InfiniBand, RoCE, Omni-Path or Slingshot.
 

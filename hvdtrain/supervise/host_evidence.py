@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.run_files.events_file import last_lines
-from hvdtrain.run_files.host_records import FLIPPED, GPU, SLOW, cause_of_end, cause_of_report
+from hvdtrain.run_files.host_records import (
+    FLIPPED,
+    GPU,
+    SLOW,
+    WRONG,
+    cause_of_end,
+    cause_of_report,
+)
 from hvdtrain.untrusted import number, read_regular
 
 
@@ -59,6 +66,12 @@ def _in_events(run: Path, since: float) -> Iterator[Evidence]:
             for rank in ranks if isinstance(ranks, list) else ():
                 if isinstance(rank, int) and rank in hosts:
                     yield Evidence(hosts[rank], FLIPPED, f"rank {rank}, step {event.get('step')}")
+        elif recent and kind == "replay":
+            names, verdict = event.get("hosts"), event.get("verdict")
+            cause = WRONG if verdict == "wrong" else FLIPPED
+            for name in names if isinstance(names, list) else ():
+                if isinstance(name, str):
+                    yield Evidence(name, cause, f"replay in step {event.get('step')}: {verdict}")
 
 
 def _host_of_rank(hosts: object) -> dict[int, str]:

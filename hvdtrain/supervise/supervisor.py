@@ -320,8 +320,12 @@ class Supervisor:
         failed = not self._requests and ended.code not in agreed
         if self._plan.controller == "mpi" and failed:
             found += host_evidence.of_failure(run, ended.began, "\n".join(ended.last_lines))
+        known = {
+            (one.host, one.cause) for one in self._records.incidents() if one.time >= ended.began
+        }
         for host, cause, detail in found:
-            self._records.add(host, cause, detail)
+            if (host_records.host_key(host), cause) not in known:
+                self._records.add(host, cause, detail)
 
     def _watch(self, launcher: Launcher, watch: HostWatch, job: Sequence[Host]) -> tuple[int, bool]:
         """Wait for the launcher's end; return its exit code, and whether it ended to add hosts."""

@@ -294,7 +294,11 @@ def _load(
 
 
 def export_trained(
-    config: HuggingFaceTaskConfig, weights: Mapping[str, Tensor], out: Path, merge: bool
+    config: HuggingFaceTaskConfig,
+    weights: Mapping[str, Tensor],
+    out: Path,
+    merge: bool,
+    max_shard_bytes: int | None = None,
 ) -> None:
     """Write a directory that transformers or peft loads with from_pretrained; atomically.
 
@@ -303,6 +307,7 @@ def export_trained(
         weights: weights of a checkpoint.
         merge: for a run with LoRA, add the adapters to the weights; otherwise only the adapters are
             written, in peft's format.
+        max_shard_bytes: largest size of a file; None: as transformers chooses.
 
     Raises:
         UserError: something is missing, or `out` exists or cannot be written.
@@ -315,7 +320,8 @@ def export_trained(
     if not merge and config.lora.rank > 0:
         model.peft_config["default"].base_model_name_or_path = str(directory.path.resolve())
     with new_directory(out) as hidden:
-        model.save_pretrained(hidden)
+        most = {} if max_shard_bytes is None else {"max_shard_size": max_shard_bytes}
+        model.save_pretrained(hidden, **most)
         _copy_tokenizer(config, directory, hidden)
 
 

@@ -139,6 +139,8 @@ def _windows(
     context: int,
 ) -> TextData:
     """Samples of consecutive text."""
+    if data.mixture:
+        raise UserError("data.mixture is for the task language_model")
     if config.huggingface.pack or config.huggingface.chat_template is not None:
         raise UserError(
             "huggingface.pack and huggingface.chat_template are for answers and chats, and "

@@ -91,6 +91,12 @@ class Exporter:
         self._healed = counter(
             "replicas_healed", "Ranks whose state differed and was replaced; reported by rank 0"
         )
+        self._replays = counter(
+            "replays", "Micro-batches whose gradient was computed on two ranks; reported by rank 0"
+        )
+        self._replays_differed = counter(
+            "replays_differed", "Replays whose two gradients differed; reported by rank 0"
+        )
         self._duration = histogram("step_duration_seconds", "Wall time per step", _STEP_BUCKETS)
         self._recovery = histogram(
             "recovery_seconds", "Time from a failure to the end of the next step", _RECOVERY_BUCKETS
@@ -168,6 +174,11 @@ class Exporter:
 
     def replicas_healed(self, count: int) -> None:
         self._healed.inc(count)
+
+    def replayed(self, agreed: int, differed: int) -> None:
+        """Count replayed micro-batches."""
+        self._replays.inc(agreed + differed)
+        self._replays_differed.inc(differed)
 
     def recovered(self, seconds: float) -> None:
         """Record the time from a failure to the end of the next step."""

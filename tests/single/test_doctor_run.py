@@ -138,6 +138,17 @@ def test_failed_checkpoint_is_explained_by_its_event(finished: Path) -> None:
     assert findings[0].severity == "warning"  # the run finished
 
 
+def test_wrong_gradient_is_explained_by_its_event(finished: Path) -> None:
+    path = finished / "events.jsonl"
+    event = {"event": "replay", "time": 2e9, "step": 3, "verdict": "inexact", "hosts": []}
+    path.write_text(path.read_text() + json.dumps(event) + "\n")
+    assert not any(finding.check == "wrong gradient" for finding in diagnose(finished)[0])
+    event = {**event, "verdict": "wrong", "hosts": ["node2"]}
+    path.write_text(path.read_text() + json.dumps(event) + "\n")
+    found = [finding for finding in diagnose(finished)[0] if finding.check == "wrong gradient"]
+    _check(found[0], "wrong gradient", "node2", "exclude the named host")
+
+
 def test_kill_after_memory_growth_is_attributed_to_memory(finished: Path) -> None:
     _ended(finished, None)
     path = finished / "ranks.jsonl"

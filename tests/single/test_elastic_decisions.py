@@ -10,6 +10,7 @@ import pytest
 
 from hvdtrain.elastic.decisions import EndGeneration, EndProcess, decide
 from hvdtrain.elastic.status import RENDEZVOUS, STATE_TRANSFER, TRAINING, Identity, ProcessStatus
+from hvdtrain.run_files.host_records import WRONG
 from tests.support.driver_fakes import DecidedJob, SteppedDriver
 
 IDENTITY = Identity("cpu", "digest", 100, None)
@@ -956,3 +957,10 @@ def test_suspect_host_is_used_while_other_hosts_cannot_reach_min_np() -> None:
     job.state.slots.refused(job.state.processes[1], for_good=True, now=job.now)
     _join(job, 0, seconds=5.0)
     assert _hosts_of_processes(job) == ["a", "c", "c", "b"]
+
+
+def test_host_that_leaves_for_a_wrong_gradient_is_recorded() -> None:
+    job = _start({"a": 1, "b": 1, "c": 1})
+    job.state.host_leaves(job.state.processes[1], "a wrong gradient", job.now, WRONG)
+    job.state.host_leaves(job.state.processes[2], "a notice", job.now, "no such cause")
+    assert _causes(job) == [("b", WRONG)]

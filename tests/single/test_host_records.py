@@ -34,6 +34,7 @@ from hvdtrain.run_files.host_records import (
     STUCK,
     SUSPECT,
     THROTTLED,
+    WRONG,
     HostRecords,
     Incident,
     avoided,
@@ -109,11 +110,11 @@ def test_kill_by_the_watchdog_counts_if_the_rank_hung(situation: str, cause: str
     assert cause_of_end(137, f"killed by its watchdog: {verdict}") == cause
 
 
-def test_one_incident_suffices_only_if_the_hardware_reports_it() -> None:
+def test_one_incident_suffices_if_hardware_or_other_hosts_report_it() -> None:
     at_once = {cause for cause in CAUSES if _suspect(cause, 1)}
-    assert at_once == {GPU, STUCK}
+    assert at_once == {GPU, STUCK, WRONG}
     assert {cause for cause in CAUSES if _suspect(cause, 2)} == {
-        *(GPU, STUCK, KILLED, HUNG, SILENT, FLIPPED)
+        *(GPU, STUCK, WRONG, KILLED, HUNG, SILENT, FLIPPED)
     }
     assert {cause for cause in CAUSES if not _suspect(cause, 3)} == set(), (CRASHED, SLOW)
     assert not _suspect(THROTTLED, 2)
@@ -432,6 +433,7 @@ def test_slow_and_flipped_ranks_are_found_in_events(tmp_path: Path) -> None:
         {**straggler, "phase": "compute", "stage": 1},
         {"event": "healed", "time": NOW, "step": 7, "ranks": [1, "2", 9]},
         {"event": "healed", "time": "now", "step": 7, "ranks": 3},
+        {"event": "replay", "time": NOW, "step": 8, "verdict": "wrong", "hosts": 3},
     ]
     (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in events))
     found = host_evidence.in_files(tmp_path, NOW - 1)
@@ -440,6 +442,20 @@ def test_slow_and_flipped_ranks_are_found_in_events(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in events))
     found = host_evidence.in_files(tmp_path, NOW - 1)
     assert {(one.host, one.cause) for one in found} == {("node1", FLIPPED), ("node2", SLOW)}
+
+
+def test_wrong_gradients_are_found_in_events(tmp_path: Path) -> None:
+    replay = {"event": "replay", "time": NOW, "step": 200}
+    events = [
+        {**replay, "verdict": "wrong", "hosts": ["node1"], "time": NOW - 99},
+        {**replay, "verdict": "wrong", "hosts": ["node2", 7]},
+        {**replay, "verdict": "transient", "hosts": ["node3"]},
+        {**replay, "verdict": "undecided", "hosts": ["node3", "node4"]},
+        {**replay, "verdict": "inexact", "hosts": []},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in events))
+    found = {(one.host, one.cause) for one in host_evidence.in_files(tmp_path, NOW - 1)}
+    assert found == {("node2", WRONG), ("node3", FLIPPED), ("node4", FLIPPED)}
 
 
 def test_gpu_errors_are_found_in_logs(tmp_path: Path) -> None:

@@ -251,6 +251,7 @@ def test_script_leaves_out_words_that_are_its_own(tmp_path: Path) -> None:
     [
         (["--train.step", "3"], "unknown key train.step"),
         (["--parallel.tensor", "2"], "trains a model that every rank holds completely"),
+        (["--integrity.replay_every", "5"], "cannot replay its micro-batches: use 0"),
     ],
 )
 def test_wrong_key_of_a_script_is_refused(tmp_path: Path, flags: list[str], problem: str) -> None:

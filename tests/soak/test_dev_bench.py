@@ -45,6 +45,12 @@ def test_scrape_bench_reports_step_time_and_scrape_time() -> None:
     assert 0.05 < metrics["one scrape"]["median"] < 20, "ms"
 
 
+def test_replays_bench_reports_the_cost_of_the_default() -> None:
+    report, metrics = _metrics("replays", 10, 2)
+    assert metrics["one replay in 200 steps"]["aim"] == "<= 1.0"
+    assert int(report["steps_of_bitwise_identical_losses"]) > 20
+
+
 def test_agents_bench_forms_generations_under_two_drivers() -> None:
     argv = [sys.executable, "-m", "tests.soak.bench", "agents", "--np", "16", "--rounds", "1"]
     done = subprocess.run(

@@ -134,7 +134,7 @@ def poll(condition: Callable[[], bool], timeout: float, what: str) -> None:
 def running_children(matches: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
     """Matching processes below this one that have not ended.
 
-    Other tests of this process may have left some that end meanwhile, or that nobody waited for.
+    Other tests of this process may leave some that end meanwhile, or that were not waited for.
     """
     found = []
     for process in psutil.Process().children(recursive=True):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hvdtrain.engine.integrity import DIGEST_BYTES, ShardHash, TensorHash, state_hash
+from hvdtrain.engine.integrity import DIGEST_BYTES, ShardHash, TensorHash
 from hvdtrain.engine.loop import Callback, Loop, StepRecord
-from hvdtrain.engine.state import RunState
+from hvdtrain.engine.state import RunState, state_hash
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError, gather_bytes

@@ -13,6 +13,8 @@ rendezvous
 agents [--key value]
 
 own-loop
+
+replays
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from tests.soak.bench.layouts import LAYOUTS, TINY, Where, layouts
 from tests.soak.bench.layouts_report import LayoutsReport
 from tests.soak.bench.own_loop import own_loop
 from tests.soak.bench.rendezvous import rendezvous
+from tests.soak.bench.replays import replays
 from tests.soak.bench.telemetry import scrape, telemetry
 
 
@@ -67,6 +70,10 @@ def _scrape(args: argparse.Namespace) -> Report:
 
 def _own_loop(args: argparse.Namespace) -> Report:
     return own_loop(args.flags, args.steps, args.rounds)
+
+
+def _replays(args: argparse.Namespace) -> Report:
+    return replays(_flags(args), args.steps, args.rounds)
 
 
 def _rendezvous(args: argparse.Namespace) -> Report:
@@ -111,6 +118,11 @@ _ACTIONS: Mapping[
         _own_loop,
         "a script's own loop on 2 ranks, in turns with a task and with a loop written for Horovod",
         {"steps": 10, "rounds": 40},
+    ),
+    "replays": (
+        _replays,
+        "2 ranks with replays every 5 and every 200 steps, in turns with none",
+        {"steps": 20, "rounds": 20},
     ),
     "rendezvous": (
         _rendezvous,

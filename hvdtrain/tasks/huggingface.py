@@ -223,11 +223,14 @@ def _loss_of_tokens(
     Padding is at the end, where no other token sees it, so no mask is needed. transformers makes a
     mask that separates documents from positions that restart; check_separable has verified it.
     """
+    import torch
     from torch.nn.functional import cross_entropy
 
-    # The mask depends on the positions' values, which meta tensors lack.
-    restarts = {} if positions is None or positions.is_meta else {"position_ids": positions}
-    logits = model(input_ids=tokens, **restarts).logits.float()
+    more = {} if positions is None else {"position_ids": positions}
+    if tokens.is_meta:  # transformers reads the values of positions, unless it gets a whole mask
+        shape = (len(tokens), 1, tokens.shape[1], tokens.shape[1])
+        more["attention_mask"] = torch.ones(shape, dtype=torch.bool, device=tokens.device)
+    logits = model(input_ids=tokens, **more).logits.float()
     losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return {"loss": (losses, (targets >= 0).sum())}
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from torch.utils.data import default_collate
 
 from hvdtrain.data.config import DataConfig
+from hvdtrain.engine.flops import count
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import Datasets
 from hvdtrain.tasks.huggingface import HuggingFace
@@ -305,6 +306,15 @@ def test_packing_is_rejected_for_model_that_ignores_positions(tmp_path: Path) ->
     task, _ = _task(directory, file, pack=True, context=128)
     with pytest.raises(UserError, match="BloomForCausalLM cannot keep the documents of a sample"):
         task.model()
+
+
+@pytest.mark.parametrize("layout", ["chat", "gpt2"])
+def test_flops_of_packed_and_padded_samples_are_counted(root: Path, layout: str) -> None:
+    found = []
+    for packed in (True, False):
+        task, datasets = _task(root / layout, root / "chats.jsonl", pack=packed)
+        found.append(count(task, task.model(), datasets.train, 2))
+    assert found[0] is not None and found[0] == found[1] > 1e6
 
 
 def test_lengths_of_packed_samples_match_their_tokens(root: Path) -> None:

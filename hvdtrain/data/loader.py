@@ -139,7 +139,7 @@ class TrainLoader:
                 seed_all(self._seed, step, j)
                 yield batch
             return
-        for j in range(self._micro_batches):  # reading passes those of the other ranks, too
+        for j in range(self._micro_batches):  # also passes micro-batches of other ranks
             seed_all(self._seed, step, j)
             batch = next(self._batches)
             if j in self.assignment:

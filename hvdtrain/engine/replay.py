@@ -11,8 +11,8 @@ In a step whose number is a multiple of `integrity.replay_every`,
    a micro-batch in the run, and buffers are restored;
 2. hooks hash each rank's own gradient of its first micro-batch when backward computes it: before it
    is accumulated, converted or sent (`Replay.follow`);
-3. before the update, ranks exchange the hashes (`Replay.compare`). If all are equal, the step goes
-   on.
+3. before the update, ranks exchange the hashes (`Replay.compare`). If all are equal, the step
+   continues.
 4. Otherwise one rank of each host computes the micro-batch of the first difference twice, and
    `judge` decides by majority. The update is not applied if a rank is wrong.
 
@@ -150,8 +150,8 @@ def first_of(rank: int, counts: Sequence[int]) -> int:
 # --- fingerprints of gradients ------------------------------------------------
 
 
-class Fingerprint(NamedTuple):
-    """Fingerprint of a gradient.
+class GradientFingerprint(NamedTuple):
+    """GradientFingerprint of a gradient.
 
     Args:
         digest: hexadecimal; differs if any bit differs, see TensorHash.
@@ -177,7 +177,7 @@ class GradientHash:
             shape, dtype = [*gradient.shape], str(gradient.dtype)
             self._found[name] = _Hashed(shape, dtype, gradient.device.type, sums, sketch)
 
-    def fingerprint(self) -> Fingerprint:
+    def fingerprint(self) -> GradientFingerprint:
         found = dict(sorted(self._found.items()))
         sums = {
             name: ShardSums(one.shape, one.dtype, one.device, one.sums.tolist())
@@ -185,7 +185,7 @@ class GradientHash:
         }
         sketches = [one.sketch.cpu() for one in found.values()] or [torch.zeros(SKETCH)]
         sketch = torch.stack(sketches).sum(dim=0).tolist()
-        return Fingerprint(self._hash({}, sums).hex(), sketch)
+        return GradientFingerprint(self._hash({}, sums).hex(), sketch)
 
 
 class _Hashed(NamedTuple):
@@ -219,7 +219,7 @@ class Vote:
 
     rank: int
     arithmetic: str
-    found: tuple[Fingerprint, Fingerprint]
+    found: tuple[GradientFingerprint, GradientFingerprint]
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class Verdict:
 
 def judge(
     votes: Sequence[Vote],
-    original: Mapping[int, Fingerprint],
+    original: Mapping[int, GradientFingerprint],
     bound: float = 0.0,
     reproducible: bool = True,
 ) -> Verdict:
@@ -253,7 +253,7 @@ def judge(
         votes: of healthy ranks and of the two that differ.
         original: fingerprints of the two ranks that differ.
         bound: bound of the distance of two correct gradients; 0: they are bitwise identical.
-        reproducible: each rank's kernels return the same bits each time.
+        reproducible: each rank's kernels return bitwise identical results each time.
     """
     if len(votes) < 2:
         return Verdict("undecided", (*sorted(original),))
@@ -274,7 +274,7 @@ def judge(
 
 
 def _by_distance(
-    votes: Sequence[Vote], original: Mapping[int, Fingerprint], bound: float
+    votes: Sequence[Vote], original: Mapping[int, GradientFingerprint], bound: float
 ) -> Verdict:
     center = [median(column) for column in zip(*(v.found[0].sketch for v in votes), strict=True)]
     far = {v.rank: max(distance(found.sketch, center) for found in v.found) for v in votes}
@@ -344,8 +344,8 @@ class Replay:
         self._hash = TensorHash()
         self._batch = 0  # of this step, see Flags
         self._counts: Sequence[int] = ()
-        self._own: Fingerprint | None = None
-        self._theirs: Fingerprint | None = None
+        self._own: GradientFingerprint | None = None
+        self._theirs: GradientFingerprint | None = None
         self._buffers = _NONE
         self._error = ""
         self._off = False
@@ -393,7 +393,7 @@ class Replay:
             self._own = own.fingerprint()
         yield from batches
 
-    def _attempt(self, load: Callable[[], Batch]) -> Fingerprint | None:
+    def _attempt(self, load: Callable[[], Batch]) -> GradientFingerprint | None:
         """Return the fingerprint of a micro-batch's gradient; None: see `_error`."""
         try:
             return self._fingerprint(load())
@@ -401,7 +401,7 @@ class Replay:
             self._error = f"{type(error).__name__}: {error}"
             return None
 
-    def _fingerprint(self, batch: Batch) -> Fingerprint:
+    def _fingerprint(self, batch: Batch) -> GradientFingerprint:
         passes, heartbeat = self._passes, self._context.heartbeat
         refused = comm.COLLECTIVES.refused("called in a replay, which one rank computes alone")
         heartbeat.beat(Activity.WORKING)
@@ -478,16 +478,22 @@ class Replay:
             own["original"] = self._own if rank == subject else self._theirs
         answers = gather_json(own, "replay.votes")
         votes = [
-            Vote(rank, answer["arithmetic"], (Fingerprint(*first), Fingerprint(*second)))
+            Vote(
+                rank,
+                answer["arithmetic"],
+                (GradientFingerprint(*first), GradientFingerprint(*second)),
+            )
             for rank, answer in enumerate(answers)
             if answer.get("found")
             for first, second in [answer["found"]]
         ]
-        original = {rank: Fingerprint(*answers[rank]["original"]) for rank in (subject, checker)}
+        original = {
+            rank: GradientFingerprint(*answers[rank]["original"]) for rank in (subject, checker)
+        }
         certain = reproducible(self._context.device)
         return judge(votes, original, self._bound, certain)
 
-    def _compute_again(self, step: int, number: int) -> list[Fingerprint]:
+    def _compute_again(self, step: int, number: int) -> list[GradientFingerprint]:
         """Return the fingerprints of two computations of any micro-batch; [] after an error."""
         saved = self._passes.buffers
         now = [getattr(module, name).detach().clone() for module, name in saved.places]

@@ -92,7 +92,7 @@ def arithmetic(device: torch.device) -> str:
 
 
 def reproducible(device: torch.device) -> bool:
-    """Whether kernels return the same bits each time: none adds in the order of its threads.
+    """Whether repeated kernels are bitwise identical: none adds in the order of its threads.
 
     https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
     """

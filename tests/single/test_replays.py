@@ -20,7 +20,7 @@ from hvdtrain.data.loader import TrainLoader
 from hvdtrain.engine.config import IntegrityConfig
 from hvdtrain.engine.integrity import SKETCH, TensorHash
 from hvdtrain.engine.replay import (
-    Fingerprint,
+    GradientFingerprint,
     GradientHash,
     ReplayPlan,
     Verdict,
@@ -133,7 +133,7 @@ def test_replayed_batch_and_its_random_numbers_are_those_of_its_rank(begin: int)
 HASH = TensorHash()
 
 
-def _fingerprint(gradients: Mapping[str, torch.Tensor]) -> Fingerprint:
+def _fingerprint(gradients: Mapping[str, torch.Tensor]) -> GradientFingerprint:
     hashed = GradientHash(HASH)
     for name, gradient in gradients.items():
         hashed.add(name, gradient)
@@ -174,9 +174,9 @@ def test_distance_of_gradients_that_are_not_finite() -> None:
 # --- verdicts -----------------------------------------------------------------
 
 
-def _of(value: float) -> Fingerprint:
+def _of(value: float) -> GradientFingerprint:
     """Return the fingerprint of a gradient that is `value` times another."""
-    return Fingerprint(f"{value:.17g}", [value * (-1.0) ** n for n in range(SKETCH)])
+    return GradientFingerprint(f"{value:.17g}", [value * (-1.0) ** n for n in range(SKETCH)])
 
 
 def _votes(*values: tuple[float, float], kinds: str = "") -> list[Vote]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -100,6 +101,7 @@ def trace(ledger: Ledger) -> Lineage:
         stops = {before.early_stop for before in generations[: number + 1]}
         _check_end(lineage, generation, number, stops)
     _check_states(lineage, ledger)
+    _check_positions(lineage, generations)
     for number, (generation, beyond) in enumerate(zip(generations, rollbacks, strict=True)):
         first = generation.start.step
         last = generation.reached if beyond is None else beyond
@@ -137,6 +139,23 @@ def _rollback_steps(generations: list[GenerationRecord]) -> list[int | None]:
     return result[::-1]
 
 
+def _check_positions(lineage: Lineage, generations: list[GenerationRecord]) -> None:
+    """Check that the position of data with a state of its own is a function of the step."""
+    starts = [g.start for g in generations if g.start.data_position is not None]
+    for one, other in pairwise(sorted(starts, key=lambda start: start.step)):
+        assert one.data_position is not None and other.data_position is not None
+        same = one.step == other.step
+        if (one.data_position != other.data_position) if same else (
+            one.data_position >= other.data_position
+        ):
+            lineage.wrong(
+                "samples",
+                f"generation {one.generation} begins at step {one.step} with {one.data_position} "
+                f"(passes, samples) of its data, and generation {other.generation} at step "
+                f"{other.step} with {other.data_position}",
+            )
+
+
 def _check_start(
     lineage: Lineage, first: GenerationRecord, generation: GenerationRecord, number: int
 ) -> None:
@@ -161,6 +180,14 @@ def _check_start(
             f"generation {number} begins at sample {start.samples}, but step {start.step} ends at "
             f"{start.samples_at(start.step)}",
         )
+    if start.data_position is not None and start.dataset_size:
+        passes, read = start.data_position
+        at = passes * start.dataset_size + read
+        if at != start.samples:
+            lineage.wrong(
+                "samples",
+                f"generation {number} begins at sample {start.samples}, but its data at {at}",
+            )
     if start.applied is not None and start.applied != start.step:
         lineage.wrong(
             "double" if start.applied > start.step else "gap",
@@ -355,7 +382,7 @@ class OrderCheck:
 
     @property
     def epochs(self) -> float:
-        return self.stop / self.size
+        return self.stop / self.size if self.size else 0.0
 
     @property
     def all_checked(self) -> bool:

@@ -59,10 +59,12 @@ class DataConfig:
 
 @dataclass
 class LoaderConfig:
-    """Loading of map-style datasets.
+    """Loading of training and validation data.
 
     Args:
-        workers: processes that load a rank's micro-batches ahead; 0 = the rank loads them itself
+        workers: processes that load a rank's micro-batches ahead; 0 = the rank loads them itself.
+            An iterable dataset with a state is read by one process, however many are set, and one
+            without a state requires 0
         prefetch: micro-batches that each of these processes loads ahead
     """
 

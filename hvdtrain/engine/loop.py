@@ -43,7 +43,7 @@ from torch import Tensor
 from hvdtrain import comm
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig
-from hvdtrain.data.loader import Batch, TrainLoader
+from hvdtrain.data.loader import Batch, StepLoader
 from hvdtrain.engine.accumulate import RankPasses
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.script_state import ScriptState
@@ -92,7 +92,7 @@ class TrainingPlan:
     Args:
         learning_rate: rate of step s, from 0; None: the optimizer's own.
         step_samples: samples of step s, over all ranks together.
-        dataset_size: samples of an epoch.
+        dataset_size: samples of an epoch; 0 if unknown.
     """
 
     train: TrainConfig
@@ -368,7 +368,7 @@ class Loop:
         self,
         plan: TrainingPlan,
         stepper: Stepper,
-        loader: TrainLoader,
+        loader: StepLoader,
         progress: Progress,
         applied: AppliedSteps,
         callbacks: Sequence[Callback],
@@ -531,6 +531,7 @@ class Loop:
     def end_step(self) -> None:
         """Exchange the gradients and update; `_advance` counts the step."""
         progress = self.progress
+        self._loader.end_step()
         result = self._stepper.end(self._learning_rate(progress.step), self._advance)
         try:
             self._stepper.complete()
@@ -544,6 +545,7 @@ class Loop:
         if not result.applied:
             self._applied.skip()
         progress.step += 1
+        self._loader.advance()
         self.result = {**result.values, "grad_norm": result.grad_norm}
         if self._script is not None:
             self._script.result = self.result
@@ -565,12 +567,12 @@ class Loop:
             )
 
     def _record(self, result: StepResult, seconds: float) -> StepRecord:
-        progress = self.progress
+        progress, size = self.progress, self._dataset_size
         return {
             "step": progress.step,
             "loss": result.values["loss"],
             "samples": progress.samples,
-            "epoch": progress.samples / self._dataset_size,
+            "epoch": progress.samples / size if size else self._loader.passes,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
             "world_size": self.topology.world_size,

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from hvdtrain.config import Config
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.buckets import SampleBuckets
-from hvdtrain.data.loader import Loading, TrainLoader
+from hvdtrain.data.loader import Loading, StepLoader, TrainLoader, has_own_order
+from hvdtrain.data.stream import StreamLoader
 from hvdtrain.engine.accumulate import Accumulate, Passes
 from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.engine.interleave import InterleavedBackward
@@ -138,6 +139,8 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
     script = optional(task, "script_state")
     if script is not None:
         parts.append(script)
+    if prepared.stream is not None:
+        parts.append(prepared.stream)
     if precision.loss_scale is not None:
         precision.loss_scale.unscale_gradients(exchange.parameters)
         parts.append(precision.loss_scale)
@@ -220,15 +223,14 @@ def build_loop(
         loss_scale,
         components.strategy.norm(context.device),
     )
-    loader = TrainLoader(
-        components.datasets.train,
-        samples=state.progress.samples,
-        batch=config.batch,
-        assignment=Assignment(config.batch.micro_batches, context.mesh.data, context.mesh.shard),
-        seed=config.seed,
-        loading=components.loading(),
-        buckets=buckets,
-    )
+    dataset, samples = components.datasets.train, state.progress.samples
+    assignment = Assignment(config.batch.micro_batches, context.mesh.data, context.mesh.shard)
+    source = samples, config.batch, assignment, config.seed, components.loading()
+    loader: StepLoader
+    if has_own_order(dataset):
+        loader = StreamLoader(dataset, *source, components.prepared.stream)
+    else:
+        loader = TrainLoader(dataset, *source, buckets)
     step = TrainStep(
         passes, exchange, update, batch, context, buckets, sharded, components.agreement
     )

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.buckets import SampleBuckets, lengths_of
 from hvdtrain.data.loader import has_own_order
+from hvdtrain.data.stream import length_of
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.tasks import Datasets
@@ -40,7 +41,7 @@ class Resolved:
     Args:
         config: with the derived values; `train.epochs` is 0.
         buckets: buckets of the samples, by length.
-        epoch_samples: samples of an epoch of the training data.
+        epoch_samples: samples of an epoch of the training data; 0 if unknown.
     """
 
     config: Config
@@ -65,6 +66,10 @@ class Resolved:
                 "samples are used: a step at the end of an epoch continues with the next epoch"
             )
         total = steps * batch.global_size
+        if not size:
+            return (
+                f"{steps} steps of {batch.global_size} samples; the data does not know its length"
+            )
         epochs, beyond = divmod(total, size)
         whole = (
             "all samples are used: a step at the end of an epoch continues with the next epoch"
@@ -91,8 +96,8 @@ def resolve(settings: Settings, topology: Topology, datasets: Datasets) -> Resol
 
 
 def dataset_size(datasets: Datasets) -> int:
-    """Return the number of samples of an epoch."""
-    return len(datasets.train)  # type: ignore[arg-type]
+    """Return the number of samples of an epoch; 0 if the training data does not know it."""
+    return length_of(datasets.train) or 0
 
 
 def with_global_batch(config: Config, world_size: int) -> Config:
@@ -125,6 +130,11 @@ def with_steps(config: Config, datasets: Datasets, buckets: SampleBuckets | None
         return config
     # As written in the configuration: 0.1 is exactly a tenth, not a binary float.
     epochs = Fraction(repr(config.train.epochs))
+    if buckets is None and not dataset_size(datasets):
+        raise UserError(
+            f"train.epochs {config.train.epochs}: the training data has no length, so the number "
+            "of steps is unknown: set train.steps"
+        )
     if buckets is None:
         steps = ceil(epochs * dataset_size(datasets) / config.batch.global_size)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from hvdtrain.checkpoint.format import Checkpoint
 from hvdtrain.checkpoint.spread import to_current_names
 from hvdtrain.checkpoint.weights import Weights, read_weights
 from hvdtrain.config import Config
+from hvdtrain.data.files import FileFacts, files_of, first_change
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.models.gpt import GPT
@@ -22,6 +24,7 @@ from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group, Mesh, Topology
 from hvdtrain.runtime.tensor_shards import model_tensors
+from hvdtrain.tasks import Datasets
 
 
 def resume(
@@ -81,6 +84,8 @@ def _load(
     if persistent.newest is not None and group.rank == 0:
         _say_lost(components, checkpoint, persistent.newest)
     if checkpoint is not None:
+        if persistent.initial:
+            _check_data_files(persistent.directory.known_data_files(), components.datasets)
         components.state.load(checkpoint)
         logger.info("resumed from the checkpoint of step %d", components.state.progress.step)
         if recorder is not None and recorder.writer is not None:  # later saves no longer count
@@ -96,6 +101,19 @@ def _load(
     if config.run.init_from is not None and group.rank == 0 and not components.state.spanned:
         load_initial_weights(components.state.model, config.run.init_from, config.run.init_strict)
     return None
+
+
+def _check_data_files(known: Sequence[Sequence[Any]], datasets: Datasets) -> None:
+    """Raise UserError, which names it, if a file of the data has changed since the last start."""
+    now = files_of(datasets.fingerprint)
+    fields = len(FileFacts._fields)
+    before = [FileFacts(*file) for file in known if len(file) == fields]
+    change = first_change(before, now) if before and now else None
+    if change is not None:
+        raise UserError(
+            f"the training data is not that of the run's last start: {change}; restore it, or use "
+            "another run.id"
+        )
 
 
 def _say_lost(components: RunComponents, checkpoint: Checkpoint | None, newest: int) -> None:

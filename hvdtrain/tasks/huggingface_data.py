@@ -114,7 +114,8 @@ def _of_lines(config: HuggingFaceTaskConfig, directory: ModelDirectory, context:
         rest = repr((data, len(train), context, keys)).encode()
         return hashlib.sha256(file + rest).hexdigest()[:16]
 
-    fingerprint = Fingerprint(digest(str(objects)), digest(objects.former))
+    former = digest(objects.former or str(objects))
+    fingerprint = Fingerprint(digest(str(objects)), former, objects.files)
     if config.huggingface.learn == "answers":
         if end is None:
             logger.warning(

@@ -161,14 +161,13 @@ class LanguageModel:
         return model
 
     def _tokenizer_of_data(self, file: str | None) -> Tokenizer:
-        from hvdtrain.data.files import expand
+        from hvdtrain.data.files import find_files
         from hvdtrain.data.text import Tokenizer
         from hvdtrain.data.tokens import TokenMeta
 
         data = self.config.data
         if file is None and data.source == "tokens":
-            directory = expand("data.train", data.train)[0].parent
-            name = TokenMeta.read(directory).tokenizer
+            name = TokenMeta.read(find_files("data.train", data.train)[0]).tokenizer
             if name != "bytes":
                 raise UserError(
                     f"the tokens were made with {name}: pass that file with --tokenizer"

@@ -87,6 +87,14 @@ class Position(NamedTuple):
         state = encode(dataset.state_dict(), name, tensors)
         return cls(samples, epoch, read, state, tensors)
 
+    @classmethod
+    def first(cls, dataset: Any) -> Position:
+        """The position of a dataset that was not read yet; raises what `of` raises."""
+        found = cls.of(dataset)
+        # torchdata's Loader ignores a state that it is given between state_dict() and iter().
+        iter(dataset)
+        return found
+
 
 class StreamState:
     """The replicated part "data_position": the position after the last step that counts.

@@ -158,7 +158,7 @@ def _build_stream(config: Config, datasets: Datasets) -> StreamState | None:
     if not has_state(datasets.train):
         return None
     # With workers, this process never reads it: it always is as it was built.
-    return StreamState(None if config.loader.workers else Position.of(datasets.train))
+    return StreamState(None if config.loader.workers else Position.first(datasets.train))
 
 
 def _build_timer(began: float, device: torch.device) -> PhaseTimer:

@@ -145,8 +145,10 @@ def _check_positions(lineage: Lineage, generations: list[GenerationRecord]) -> N
     for one, other in pairwise(sorted(starts, key=lambda start: start.step)):
         assert one.data_position is not None and other.data_position is not None
         same = one.step == other.step
-        if (one.data_position != other.data_position) if same else (
-            one.data_position >= other.data_position
+        if (
+            (one.data_position != other.data_position)
+            if same
+            else (one.data_position >= other.data_position)
         ):
             lineage.wrong(
                 "samples",

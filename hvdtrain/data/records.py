@@ -1,8 +1,7 @@
 """Datasets of large files with many samples each: JSON lines and tar shards.
 
 A sample is located by its number through the index of its file (index.py), and read on access. Any
-process may read, including forked ones: no local file is kept open, and each process opens remote
-files for itself (remote.py).
+process may read, including forked ones (remote.py).
 """
 
 from __future__ import annotations
@@ -135,16 +134,52 @@ class TarShards(_Records):
         path, _, content = self._read(index)
         sample: dict[str, Any] = {"__shard__": str(path)}
         try:
-            with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as members:
-                for member in members:
-                    name = _name(member)
-                    opened = members.extractfile(member) if name else None
-                    if name is not None and opened is not None:
-                        sample["__key__"], suffix = name
-                        sample[suffix] = opened.read()
+            for name, member in _plain_members(content) or _members(content):
+                found = _key_and_suffix(name)
+                if found is not None:
+                    sample["__key__"], suffix = found
+                    sample[suffix] = member
         except tarfile.TarError as error:
             raise _broken_shard(path, error) from None
         return sample
+
+
+def _members(content: bytes) -> list[tuple[str, bytes]]:
+    """Names and contents of the files in a part of a tar file."""
+    found = []
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as members:
+        for member in members:
+            opened = members.extractfile(member) if member.isfile() else None
+            if opened is not None:
+                found.append((member.name, opened.read()))
+    return found
+
+
+def _plain_members(content: bytes) -> list[tuple[str, bytes]] | None:
+    """Same as `_members`, several times as fast; None unless all members are files with one header.
+
+    The fields of a header are those of POSIX.1-1988 (ustar).
+    """
+    found, at = [], 0
+    while at < len(content):
+        header = content[at : at + tarfile.BLOCKSIZE]
+        at += tarfile.BLOCKSIZE
+        try:
+            size, checksum = int(header[124:135], 8), int(header[148:154], 8)
+        except ValueError:
+            return None
+        if (
+            header[135:136] not in (tarfile.NUL, b" ")
+            or header[156:157] not in (tarfile.REGTYPE, tarfile.AREGTYPE)
+            or header[345:346] != tarfile.NUL  # a part of the name
+            or sum(header) - sum(header[148:156]) + 8 * ord(" ") != checksum
+            or at + size > len(content)
+        ):
+            return None
+        name = header[:100].partition(tarfile.NUL)[0].decode(errors="surrogateescape")
+        found.append((name, content[at : at + size]))
+        at += -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+    return found
 
 
 def parse_line(line: bytes, path: DataFile, start: int) -> dict[str, Any]:
@@ -214,7 +249,7 @@ def scan_tar(path: DataFile, start: int, stop: int) -> Indices:
     try:
         with open_file(path) as opened, tarfile.open(fileobj=opened, mode="r:") as members:
             while (member := members.next()) is not None:
-                name = _name(member)
+                name = _key_and_suffix(member.name) if member.isfile() else None
                 if name is not None and name[0] != before:
                     starts.append(member.offset)
                     before = name[0]
@@ -238,13 +273,11 @@ def _check_end(path: DataFile, end: int) -> None:
             raise tarfile.ReadError("its end is missing")
 
 
-def _name(member: tarfile.TarInfo) -> tuple[str, str] | None:
-    """(key, suffix) of a file, split at the first dot of its base name."""
-    directory, _, last = member.name.rpartition("/")
+def _key_and_suffix(name: str) -> tuple[str, str] | None:
+    """Split the name of a file at the first dot of its base name; None: it is not of a sample."""
+    directory, _, last = name.rpartition("/")
     key, dot, suffix = last.partition(".")
-    if not (member.isfile() and key and dot):
-        return None
-    return f"{directory}/{key}".lstrip("/"), suffix.lower()
+    return (f"{directory}/{key}".lstrip("/"), suffix.lower()) if key and dot else None
 
 
 def _broken_shard(path: DataFile, error: Exception) -> UserError:

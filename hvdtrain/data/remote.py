@@ -31,6 +31,7 @@ T = TypeVar("T")
 _BLOCK_BYTES = 1 << 22
 _BLOCKS_OF_FILE = 8
 _OPEN_FILES = 8
+_OPEN_LOCAL_FILES = 64
 # Requests that a process sends at a time when it looks at many files.
 REQUESTS_AT_ONCE = 16
 # Pauses before a failed request is repeated, in seconds.
@@ -239,7 +240,10 @@ class ByteRanges:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._caches: OrderedDict[RemoteFile, Any] = OrderedDict()  # most recently used last
+        # Most recently used last. Local files may be open in several processes: pread() uses no
+        # common position.
+        self._caches: OrderedDict[RemoteFile, Any] = OrderedDict()
+        self._files: OrderedDict[Path, io.FileIO] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -257,13 +261,21 @@ class ByteRanges:
             content = bytes(self._cache(file)._fetch(start, stop))
         else:
             try:
-                with open(file, "rb", buffering=0) as opened:
-                    content = os.pread(opened.fileno(), stop - start, start)
+                content = os.pread(self._file(file).fileno(), stop - start, start)
             except OSError as error:
                 raise UserError(f"{file}: {error.strerror}") from None
         if len(content) != stop - start:
             raise _shorter(file, stop, start + len(content))
         return content
+
+    def _file(self, file: Path) -> io.FileIO:
+        found = self._files.pop(file, None)
+        if found is None:
+            while len(self._files) >= _OPEN_LOCAL_FILES:
+                self._files.popitem(last=False)
+            found = io.FileIO(file)
+        self._files[file] = found
+        return found
 
     def source(self, file: DataFile) -> Path | io.RawIOBase:
         """What libraries that read files accept: a path, or an open file."""

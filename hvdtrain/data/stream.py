@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_convert, get_worker_info
 
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig
@@ -178,7 +178,7 @@ class StreamLoader(StepLoader):
         self._seed = seed
         self._loading = loading
         self._state = state
-        self._items: Iterator[Any] = iter(())
+        self._items: Iterator[_Item | UserError] = iter(())
         self._assigned: list[int] | None = None
         self._reached: Position | None = None  # after the step in progress
 
@@ -188,16 +188,15 @@ class StreamLoader(StepLoader):
             self._assigned = list(self.assignment.counts)
             self._items = self._begin(step)
         for j in range(self._batch.micro_batches) if self._state is None else self.assignment:
-            batch = self._take()
+            item = self._take()
             if self._state is not None:
                 seed_all(self._seed, step, j)
-            if j in self.assignment:
-                yield batch
-        self.end_step()
+            if item.batch is not None:
+                yield item.batch
 
     def end_step(self) -> None:
         if self._state is not None and self._reached is None:
-            self._reached = self._take()
+            self._take()  # this rank has no micro-batch
 
     def advance(self) -> None:
         self._samples += self._batch.global_size
@@ -213,13 +212,14 @@ class StreamLoader(StepLoader):
     def close(self) -> None:
         self._items = iter(())
 
-    def _take(self) -> Any:
+    def _take(self) -> _Item:
         item = next(self._items)
         if isinstance(item, UserError):
             raise item
+        self._reached = item.reached
         return item
 
-    def _begin(self, step: int) -> Iterator[Any]:
+    def _begin(self, step: int) -> Iterator[_Item | UserError]:
         self.close()
         loading, state = self._loading, self._state
         position = None if state is None else state.position
@@ -229,9 +229,22 @@ class StreamLoader(StepLoader):
             self.assignment,
         )  # fmt: skip
         config = loading.config
-        return start_loading(
-            reader, loading, min(config.workers, 1), config.prefetch * config.workers
-        )
+        if not config.workers and not loading.pin_memory:
+            return map(default_convert, reader)  # what a DataLoader does, without its overhead
+        ahead = config.prefetch * config.workers
+        return start_loading(reader, loading, min(config.workers, 1), ahead)
+
+
+class _Item(NamedTuple):
+    """What a reader reads at a time.
+
+    Args:
+        batch: None: it belongs to another rank.
+        reached: with a step's last item, the position after the step.
+    """
+
+    batch: Batch | None
+    reached: Position | None = None
 
 
 class _Start(NamedTuple):
@@ -252,9 +265,9 @@ class _Start(NamedTuple):
 class _Reader(IterableDataset[Any]):
     """Endless micro-batches of a run, read in order, pass after pass over the dataset.
 
-    Without a state, an item is a micro-batch, or None for a micro-batch of another rank. With a
-    state, an item is a micro-batch of this rank or, after each step, the Position. An item may also
-    be a UserError: raised in a worker, it would become a traceback.
+    Without a state, there is an item for each micro-batch. With a state, there is one for each of
+    this rank's micro-batches, or one per step if it has none. An item may also be a UserError:
+    raised in a worker, it would become a traceback.
 
     Args:
         own: numbers of this rank's micro-batches in a step.
@@ -288,15 +301,21 @@ class _Reader(IterableDataset[Any]):
         try:
             self._begin()
             for step in count(self._start.step):
+                last: Batch | None = None
                 for j in range(batch.micro_batches):
                     self._seed_for(step, j)
-                    samples = [self._next() for _ in range(batch.micro_size)]
-                    if j in self._own:
-                        yield self._collate(samples)
-                    elif not self._stateful:
-                        yield None
+                    samples = self._take(batch.micro_size)
+                    own = self._collate(samples) if j in self._own else None
+                    if not self._stateful:
+                        yield _Item(own)
+                    elif own is not None:
+                        if last is not None:
+                            yield _Item(last)
+                        last = own
                 if self._stateful:
-                    yield Position.of(self._dataset, self._samples, self._epoch, self._read)
+                    yield _Item(
+                        last, Position.of(self._dataset, self._samples, self._epoch, self._read)
+                    )
         except UserError as error:
             yield error
 
@@ -322,12 +341,12 @@ class _Reader(IterableDataset[Any]):
         self._epoch, read = divmod(samples, self._size)
         self._samples = samples - read
         while self._samples < samples:
-            if self._samples % self._batch.micro_size == 0:
-                number = self._samples // self._batch.micro_size
+            number, begun = divmod(self._samples, self._batch.micro_size)
+            if not begun:
                 self._seed_for(*divmod(number, self._batch.micro_batches))
                 if get_worker_info() is None:
                     heartbeat.HEARTBEAT.beat(Activity.WORKING)
-            self._next()
+            self._take(min(self._batch.micro_size - begun, samples - self._samples))
 
     def _seed_for(self, step: int, number: int) -> None:
         seed_all(self._seed, step, number, *([LOADING_SEED] if self._stateful else []))
@@ -341,29 +360,34 @@ class _Reader(IterableDataset[Any]):
         seed_all(self._seed, self._epoch, 0, EPOCH_SEED)
         self._pass = iter(self._dataset)
 
-    def _next(self) -> Any:
-        while True:
-            # Without a state, samples beyond the length are left out.
-            if self._read == self._size and not self._stateful:
-                self._end_pass()
+    def _take(self, count: int) -> list[Any]:
+        """The next samples, from as many passes as needed."""
+        found: list[Any] = []
+        while len(found) < count:
+            wanted = count - len(found)
+            if self._size is not None and not self._stateful:
+                wanted = min(wanted, self._size - self._read)  # the samples beyond are left out
             if self._pass is None:
                 self._begin_pass(self._first)
                 self._first = None
             assert self._pass is not None
-            for sample in self._pass:
-                if self._read == self._size:
-                    raise self._wrong_length(f"has more than {self._read} samples")
-                self._read += 1
-                self._samples += 1
-                return sample
-            if self._size is not None and self._read != self._size:
+            taken = list(islice(self._pass, wanted))
+            found += taken
+            self._read += len(taken)
+            self._samples += len(taken)
+            if self._size is not None and self._read > self._size:
+                raise self._wrong_length(f"has more than {self._size} samples")
+            ended = len(taken) < wanted
+            if ended and self._size is not None and self._read != self._size:
                 raise self._wrong_length(f"ended after {self._read} samples")
-            if not self._read:
+            if ended and not self._read:
                 raise UnsupportedTaskError(
                     f"the dataset {self._name} has no samples in epoch {self._epoch}: after the "
                     "end of a pass, iter() must begin the next one"
                 )
-            self._end_pass()
+            if ended or (self._read == self._size and not self._stateful):
+                self._end_pass()
+        return found
 
     def _end_pass(self) -> None:
         self._epoch += 1

@@ -15,7 +15,8 @@ class DataConfig:
     Args:
         source: `text` (files of any kind, each a document), `jsonl` or `parquet` (each line or row
             a document), or `tokens` (made by `hvdtrain data tokenize`)
-        train: files, directories, globs or URLs; empty = the source files of Python's standard library
+        train: files, directories, globs or URLs; empty = the source files of Python's standard
+            library
         validation: the same for validation; empty = a fraction of `data.train`
         validation_fraction: fraction of `data.train` for validation, split by file (for a single
             file: its end)

@@ -258,6 +258,7 @@ class ByteRanges:
             UserError: the file cannot be read, or is shorter.
         """
         if isinstance(file, RemoteFile):
+            # The public interface of the caches, which file objects of fsspec call, is _fetch.
             content = bytes(self._cache(file)._fetch(start, stop))
         else:
             try:
@@ -267,6 +268,11 @@ class ByteRanges:
         if len(content) != stop - start:
             raise _shorter(file, stop, start + len(content))
         return content
+
+    def __del__(self) -> None:
+        if self._process == os.getpid():
+            for cache in self._caches.values():
+                _close(cache)
 
     def _file(self, file: Path) -> io.FileIO:
         found = self._files.pop(file, None)
@@ -279,7 +285,7 @@ class ByteRanges:
 
     def source(self, file: DataFile) -> Path | io.RawIOBase:
         """What libraries that read files accept: a path, or an open file."""
-        return RemoteReader(file, self._cache(file)) if isinstance(file, RemoteFile) else file
+        return RemoteReader(file, self) if isinstance(file, RemoteFile) else file
 
     def _cache(self, file: RemoteFile) -> Any:
         from fsspec.caching import BackgroundBlockCache
@@ -289,11 +295,18 @@ class ByteRanges:
         found = self._caches.pop(file, None)
         if found is None:
             while len(self._caches) >= _OPEN_FILES:
-                self._caches.popitem(last=False)
+                _close(self._caches.popitem(last=False)[1])
             fetch = partial(_fetch, file)
             found = BackgroundBlockCache(_BLOCK_BYTES, fetch, file.size, _BLOCKS_OF_FILE)
         self._caches[file] = found
         return found
+
+
+def _close(cache: Any) -> None:
+    """Free the blocks of a cache at once: it has a reference cycle."""
+    close = getattr(cache, "close", None)  # older versions of fsspec have none
+    if close is not None:
+        close()
 
 
 def _fetch(file: RemoteFile, start: int, stop: int) -> bytes:
@@ -320,9 +333,9 @@ def _shorter(file: DataFile, wanted: int, size: int) -> UserError:
 class RemoteReader(io.RawIOBase):
     """A remote file, open for reading."""
 
-    def __init__(self, file: RemoteFile, cache: Any) -> None:
+    def __init__(self, file: RemoteFile, ranges: ByteRanges) -> None:
         self._file = file
-        self._cache = cache
+        self._ranges = ranges
         self._at = 0
 
     def readable(self) -> bool:
@@ -343,7 +356,7 @@ class RemoteReader(io.RawIOBase):
         stop = min(self._at + len(buffer), self._file.size)
         if stop <= self._at:
             return 0
-        content = self._cache._fetch(self._at, stop)
+        content = self._ranges.read(self._file, self._at, stop)
         buffer[: len(content)] = content
         self._at += len(content)
         return len(content)

@@ -183,10 +183,14 @@ class StreamLoader(StepLoader):
         self._reached: Position | None = None  # after the step in progress
 
     def next_step(self, step: int) -> Iterator[Batch]:
+        counts = self.assignment.counts
         # What a process has read ahead belongs to the previous assignment.
-        if self._assigned is None or (self._state and self._assigned != self.assignment.counts):
-            self._assigned = list(self.assignment.counts)
+        if self._assigned is None or (self._loading.config.workers and self._assigned != counts):
             self._items = self._begin(step)
+        self._assigned = list(counts)
+        return self._micro_batches(step)
+
+    def _micro_batches(self, step: int) -> Iterator[Batch]:
         for j in range(self._batch.micro_batches) if self._state is None else self.assignment:
             item = self._take()
             if self._state is not None:

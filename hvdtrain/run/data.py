@@ -45,11 +45,17 @@ def build_datasets(task: Task, config: Config) -> Datasets:
             )
         if size == 0:
             raise UserError(f"task {config.task}: the {name} data has no samples")
-    own_order = has_own_order(datasets.train)
-    if config.loader.workers and own_order and not has_state(datasets.train):
+    workers = config.loader.workers
+    if workers and has_own_order(datasets.train) and not has_state(datasets.train):
         raise UserError(
-            f"loader.workers {config.loader.workers}: the training data is an IterableDataset "
+            f"loader.workers {workers}: the training data is an IterableDataset "
             "without state_dict and load_state_dict, which each rank reads itself: use 0, or add "
             "these methods"
         )
+    if workers > 1 and has_own_order(datasets.train):
+        note = (
+            f"loader.workers {workers}: one process reads ahead, because each would have to read "
+            "all samples of the iterable dataset"
+        )
+        return datasets._replace(notes=(*datasets.notes, note))
     return datasets

@@ -31,7 +31,8 @@ SEED = 5
 BATCH = BatchConfig(8, 2)
 FLAGS = (
     "--batch.global_size 8 --batch.micro_size 2 --telemetry.port 0 --eval.every 0"
-    " --checkpoint.every 3 --schedule.name constant --exchange.name exact --runtime.threads 1"
+    " --checkpoint.every 3 --schedule.name constant --train.replica_check_every 2"
+    " --exchange.name exact --runtime.threads 1"
 )
 Seen = dict[tuple[int, int], list[list[float]]]  # (step, micro-batch) -> samples
 
@@ -282,7 +283,8 @@ def test_run_on_a_stream_has_one_curve_and_resumes(
 ) -> None:
     _run(tmp_path / "one", task, "", "--train.steps", "9")
     root, log = tmp_path / "two", tmp_path / "log"
-    _run(root, task, "gloo:2", "--train.steps", "4", "--loader.workers", "2")
+    said = _run(root, task, "gloo:2", "--train.steps", "4", "--loader.workers", "2")
+    assert "loader.workers 2: one process reads ahead" in said
     _run(root, task, "gloo:3", "--train.steps", "9", HVDTRAIN_TEST_LOG=str(log))
     assert losses(root / "case") == losses(tmp_path / "one/case")
     by_process: dict[str, list[str]] = {}

@@ -2,8 +2,8 @@
 
 All loaders do the same work: they read the members of the shards, turn the bytes of each sample
 into a tensor of tokens, and collate micro-batches. They take turns, in this process, with the same
-number of workers. All read the shards one after the other, except "TarShards", which reads the samples by
-their numbers in hvdtrain's order.
+number of workers. All read the shards one after the other, except "TarShards", which reads samples
+by their numbers in hvdtrain's order.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ from hvdtrain.log import logger
 
 T = TypeVar("T")
 
-# At most 256 MiB in the blocks of a process: of the files that were read last.
-_BLOCK_BYTES = 1 << 22
-_BLOCKS_OF_FILE = 8
-_OPEN_FILES = 8
-_OPEN_LOCAL_FILES = 64
+# Blocks that a process keeps of a file, and of all files: those that were read last.
+_BLOCK_BYTES = 1 << 21
+_BLOCKS_OF_FILE = 32
+_CACHE_BYTES = 1 << 28
+_OPEN_FILES = 64
 # Requests that a process sends at a time when it looks at many files.
 REQUESTS_AT_ONCE = 16
 # Pauses before a failed request is repeated, in seconds.
@@ -277,7 +277,7 @@ class ByteRanges:
     def _file(self, file: Path) -> io.FileIO:
         found = self._files.pop(file, None)
         if found is None:
-            while len(self._files) >= _OPEN_LOCAL_FILES:
+            while len(self._files) >= _OPEN_FILES:
                 self._files.popitem(last=False)
             found = io.FileIO(file)
         self._files[file] = found
@@ -294,12 +294,19 @@ class ByteRanges:
             self._process, self._caches = os.getpid(), OrderedDict()
         found = self._caches.pop(file, None)
         if found is None:
-            while len(self._caches) >= _OPEN_FILES:
-                _close(self._caches.popitem(last=False)[1])
+            held = sum(map(_most_bytes, self._caches)) + _most_bytes(file)
+            while self._caches and (held > _CACHE_BYTES or len(self._caches) >= _OPEN_FILES):
+                oldest, cache = self._caches.popitem(last=False)
+                held -= _most_bytes(oldest)
+                _close(cache)
             fetch = partial(_fetch, file)
             found = BackgroundBlockCache(_BLOCK_BYTES, fetch, file.size, _BLOCKS_OF_FILE)
         self._caches[file] = found
         return found
+
+
+def _most_bytes(file: RemoteFile) -> int:
+    return min(file.size, _BLOCKS_OF_FILE * _BLOCK_BYTES)
 
 
 def _close(cache: Any) -> None:

@@ -39,6 +39,8 @@ class StartEvent:
 
     Args:
         own_order: the dataset defines its own order, which only the dataset knows.
+        data_position: passes that such a dataset has completed, and samples read in the next one,
+            if it saves its position.
         depends_on_ranks: the setting that makes the curve depend on the number of ranks.
         sync_every: local steps of a rank until all ranks have one state again; 0 = none.
         per_step: micro-batches per step, with `buckets`.
@@ -69,6 +71,7 @@ class StartEvent:
     fingerprint: str | None
     total_steps: int
     own_order: bool = False
+    data_position: list[int] | None = None
     depends_on_ranks: str = ""
     sync_every: int = 0
     per_step: int = 0
@@ -90,9 +93,12 @@ class StartEvent:
         for name in ("step", "total_steps", "sync_every", "per_step", "log_every"):
             _in_range(name, getattr(self, name), 0, _MOST_STEPS)
         for name in ("global_size", "world_size", "dataset_size"):
-            low = 0 if name == "global_size" else 1
+            unknown = name == "dataset_size" and self.own_order
+            low = 0 if name == "global_size" or unknown else 1
             most = _MOST_POSITION if name == "dataset_size" else _MOST_SAMPLES
             _in_range(name, getattr(self, name), low, most)
+        if self.data_position is not None and len(self.data_position) != 2:
+            raise ValueError(f"data_position has {shown(self.data_position)}")
         for bucket in self.buckets or ():
             if len(bucket) != 2:
                 raise ValueError(f"buckets has {shown(bucket)}")

@@ -111,6 +111,7 @@ def trace(ledger: Ledger) -> Lineage:
         stops = {before.early_stop for before in generations[: number + 1]}
         _check_end(lineage, generation, number, stops)
     _check_states(lineage, ledger)
+    _check_positions(lineage, generations)
     for number, (generation, beyond) in enumerate(zip(generations, rollbacks, strict=True)):
         first = generation.start.step
         last = generation.reached if beyond is None else beyond
@@ -156,6 +157,28 @@ def _rollback_steps(generations: list[GenerationRecord]) -> list[int | None]:
     return result[::-1]
 
 
+def _check_positions(lineage: Lineage, generations: list[GenerationRecord]) -> None:
+    """Check that the position of data with a state of its own is a function of the step."""
+    # The state after a return because of a loss spike is the checkpoint's.
+    starts = [
+        g.start for g in generations if g.start.data_position is not None and g.start.spike is None
+    ]
+    for one, other in pairwise(sorted(starts, key=lambda start: start.batches_at(start.step))):
+        assert one.data_position is not None and other.data_position is not None
+        same = one.batches_at(one.step) == other.batches_at(other.step)
+        if (
+            (one.data_position != other.data_position)
+            if same
+            else (one.data_position >= other.data_position)
+        ):
+            lineage.wrong(
+                "samples",
+                f"generation {one.generation} begins at step {one.step} with {one.data_position} "
+                f"(passes, samples) of its data, and generation {other.generation} at step "
+                f"{other.step} with {other.data_position}",
+            )
+
+
 def _check_start(lineage: Lineage, generations: Sequence[GenerationRecord], number: int) -> None:
     start, first = generations[number].start, generations[0]
     before = generations[max(number - 1, 0)]
@@ -185,6 +208,14 @@ def _check_start(lineage: Lineage, generations: Sequence[GenerationRecord], numb
             f"generation {number} begins at sample {start.samples}, but step {start.step} ends at "
             f"{start.samples_at(start.step)}",
         )
+    if start.data_position is not None and start.dataset_size:
+        passes, read = start.data_position
+        at = passes * start.dataset_size + read
+        if at != start.samples:
+            lineage.wrong(
+                "samples",
+                f"generation {number} begins at sample {start.samples}, but its data at {at}",
+            )
     if start.applied is not None and start.applied != start.step:
         lineage.wrong(
             "double" if start.applied > start.step else "gap",
@@ -419,7 +450,7 @@ class OrderCheck:
 
     @property
     def epochs(self) -> float:
-        return self.stop / self.size
+        return self.stop / self.size if self.size else 0.0
 
     @property
     def all_checked(self) -> bool:

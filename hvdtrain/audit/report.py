@@ -228,8 +228,13 @@ def _samples(audit: Audit) -> list[str]:
 def _epochs(audit: Audit, source: str, order: OrderCheck) -> str:
     of = f" of {source}" if source else ""
     epochs = f"{order.epochs:.2f} epochs of {order.size} samples{of}"
-    if audit.ledger.generations[0].start.own_order:
-        return f"{epochs}, in the dataset's own order"
+    if not order.size:
+        epochs = f"{order.stop - order.start} samples of data whose length is unknown"
+    starts = [generation.start for generation in audit.ledger.generations]
+    if starts[0].own_order:
+        kept = sum(start.step > 0 and start.data_position is not None for start in starts)
+        continued = f"; {plural(kept, 'start')} continued at a saved position" if kept else ""
+        return f"{epochs}, in the dataset's own order, which only it knows{continued}"
     if order.all_checked:
         looked = "at every position"
     else:

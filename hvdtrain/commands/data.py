@@ -63,8 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     index = actions.add_parser(
         "index",
         help="index the samples of JSON lines, Parquet files and tar shards",
-        description="Create missing or stale indexes next to the files. A run also creates them "
-        "when it starts. Under mpirun the ranks share the work.",
+        description="Create missing or stale indexes next to the files, also behind URLs. A run "
+        "also creates them when it starts, but not behind URLs. Under mpirun the ranks share the "
+        "work.",
     )
     index.add_argument(
         "--input",
@@ -72,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         required=True,
         metavar="GLOB",
-        help="files, directories or globs; *.jsonl, *.ndjson, *.parquet and *.tar are accepted",
+        help="files, directories, globs or URLs; *.jsonl, *.ndjson, *.parquet and *.tar are "
+        "accepted",
     )
     index.add_argument(
         "--cache", metavar="DIR", help="directory for the indexes, if not next to the files"
@@ -135,7 +137,7 @@ def _tokenize(args: argparse.Namespace, ranks: RankGroup) -> None:
 
 
 def _index(args: argparse.Namespace, ranks: RankGroup) -> None:
-    from hvdtrain.data.files import expand
+    from hvdtrain.data.files import find_files
     from hvdtrain.data.index import build_indexes
     from hvdtrain.data.parquet import PARQUET
     from hvdtrain.data.records import JSON_LINES, TAR
@@ -143,7 +145,9 @@ def _index(args: argparse.Namespace, ranks: RankGroup) -> None:
 
     kinds = (JSON_LINES, PARQUET, TAR)
     suffixes = tuple(suffix for kind in kinds for suffix in kind.suffixes)
-    found = on_all_ranks(ranks, lambda: expand("--input", args.input, suffixes, "file of samples"))
+    found = on_all_ranks(
+        ranks, lambda: find_files("--input", args.input, suffixes, "file of samples")
+    )
     for kind in kinds:
         files = [path for path in found[0] if path.suffix in kind.suffixes]
         made = build_indexes(files, kind, args.cache, ranks)

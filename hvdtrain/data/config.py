@@ -115,7 +115,8 @@ class DataConfig:
     Args:
         source: `text` (files of any kind, each a document), `jsonl` or `parquet` (each line or row
             a document), or `tokens` (made by `hvdtrain data tokenize`)
-        train: files, directories or globs; empty = the source files of Python's standard library
+        train: files, directories, globs or URLs; empty = the source files of Python's standard
+            library
         validation: the same for validation; empty = a fraction of `data.train`
         validation_fraction: fraction of `data.train` for validation, split by file (for a single
             file: its end)
@@ -214,10 +215,12 @@ class DataConfig:
 
 @dataclass
 class LoaderConfig:
-    """Loading of map-style datasets.
+    """Loading of training and validation data.
 
     Args:
-        workers: processes that load a rank's micro-batches ahead; 0 = the rank loads them itself
+        workers: processes that load a rank's micro-batches ahead; 0 = the rank loads them itself.
+            An iterable dataset with a state is read by one process, however many are set, and one
+            without a state requires 0
         prefetch: micro-batches that each of these processes loads ahead
         order: `shuffled`, or `sequential`: shard after shard, shuffled within
             `loader.shuffle_buffer`, for data that is slow to read at random positions

@@ -8,11 +8,14 @@ import os
 import shutil
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from hvdtrain.data import remote
+from hvdtrain.data.remote import DataFile, RemoteFile
 from hvdtrain.errors import UserError
 from hvdtrain.files import FileLock
 from hvdtrain.log import logger
@@ -30,6 +33,7 @@ _BLOCKS_PER_FILE = 1 << 8
 # A copy without a lock (from an older version, or a file system without locks) is removed if
 # nothing was written to it for this long.
 STALE_SECONDS = 3600.0
+_LOCAL = "file://"
 
 
 def expand(
@@ -38,7 +42,7 @@ def expand(
     suffixes: tuple[str, ...] | None = None,
     kind: str = "token file",
 ) -> list[Path]:
-    """The non-empty files that match the patterns, sorted, without duplicates.
+    """The non-empty local files that match the patterns, sorted, without duplicates.
 
     Args:
         key: the configuration key the patterns come from, for messages.
@@ -52,6 +56,9 @@ def expand(
     """
     found: set[Path] = set()
     for pattern in patterns:
+        if remote.is_url(pattern) and not pattern.startswith(_LOCAL):
+            raise UserError(f"{key}: {pattern}: this data is read from local files, not from URLs")
+        pattern = pattern.removeprefix(_LOCAL)
         paths = _match(pattern)
         if suffixes and Path(pattern).is_file() and Path(pattern).suffix not in suffixes:
             raise UserError(
@@ -72,6 +79,20 @@ def expand(
     return sorted(found)
 
 
+def find_files(
+    key: str,
+    patterns: Sequence[str],
+    suffixes: tuple[str, ...] | None = None,
+    kind: str = "token file",
+) -> list[DataFile]:
+    """Same as `expand`, but patterns may be URLs: first the local files, then the remote ones."""
+    urls = [pattern for pattern in patterns if remote.is_url(pattern)]
+    urls = [pattern for pattern in urls if not pattern.startswith(_LOCAL)]
+    local = [pattern for pattern in patterns if pattern not in urls]
+    found: list[DataFile] = [*expand(key, local, suffixes, kind)] if local else []
+    return [*found, *(remote.find(key, urls, suffixes) if urls else ())]
+
+
 def _match(pattern: str) -> list[Path]:
     pattern = os.path.expanduser(pattern)
     if os.path.isdir(pattern):
@@ -89,7 +110,18 @@ def standard_library() -> list[Path]:
     )
 
 
-def split_files(paths: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:
+def names_below_root(paths: Sequence[DataFile]) -> list[str]:
+    """Names of files, without the part of their directories that all have in common."""
+    names = [str(path) for path in paths]
+    if len({isinstance(path, RemoteFile) for path in paths}) == 2:
+        return names
+    root = os.path.commonpath([os.path.dirname(name) or "." for name in names]) or "."
+    return [os.path.relpath(name, root) for name in names]
+
+
+def split_files(
+    paths: Sequence[DataFile], fraction: float
+) -> tuple[list[DataFile], list[DataFile]]:
     """Split files into train and validation by a hash of their paths below their common directory.
 
     Args:
@@ -99,14 +131,18 @@ def split_files(paths: Sequence[Path], fraction: float) -> tuple[list[Path], lis
     Returns:
         (train, validation), each sorted.
     """
-    root = os.path.commonpath([path.parent for path in paths])
-    ranked = sorted(paths, key=lambda p: hashlib.sha256(os.path.relpath(p, root).encode()).digest())
+    names = dict(zip(paths, names_below_root(paths), strict=True))
+    ranked = sorted(paths, key=lambda path: hashlib.sha256(names[path].encode()).digest())
     wanted = fraction * sum(path.stat().st_size for path in paths)
     count, size = 0, 0
     while count < len(ranked) - 1 and (count == 0 or size < wanted):
         size += ranked[count].stat().st_size
         count += 1
-    return sorted(ranked[count:]), sorted(ranked[:count])
+    return _in_order(ranked[count:]), _in_order(ranked[:count])
+
+
+def _in_order(files: Iterable[DataFile]) -> list[DataFile]:
+    return sorted(files, key=lambda file: (isinstance(file, RemoteFile), file))
 
 
 def assign_files(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -128,22 +164,43 @@ def assign_files(sizes: Sequence[int], ranks: int) -> list[int]:
 # --- fingerprints: a run must resume with the data that it started with -------
 
 
+class FileFacts(NamedTuple):
+    """A file at the time of a fingerprint.
+
+    Args:
+        name: below the common directory of all files.
+        samples: number of samples in it.
+        size: in bytes.
+        content: digest of what the fingerprint has of its content.
+    """
+
+    name: str
+    samples: int
+    size: int
+    content: str
+
+
 class Fingerprint(str):
     """16 hex digits.
 
     Attributes:
-        former: fingerprint of the same data in checkpoints of older versions, which still resume.
+        former: fingerprint of the same data in checkpoints of older versions, which still resume;
+            None: it has not changed.
+        files: the files that it covers.
     """
 
-    former: str
+    former: str | None
+    files: tuple[FileFacts, ...]
 
-    def __new__(cls, digits: str, former: str) -> Fingerprint:
+    def __new__(
+        cls, digits: str, former: str | None = None, files: Iterable[FileFacts] = ()
+    ) -> Fingerprint:
         made = super().__new__(cls, digits)
-        made.former = former
+        made.former, made.files = former, tuple(files)
         return made
 
-    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
-        return str(self), self.former
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return str(self), self.former, self.files
 
 
 def former_of(fingerprint: str | None) -> str | None:
@@ -151,12 +208,18 @@ def former_of(fingerprint: str | None) -> str | None:
     return fingerprint.former if isinstance(fingerprint, Fingerprint) else None
 
 
-def of_files(paths: Sequence[Path], samples: Sequence[int]) -> Fingerprint:
+def files_of(fingerprint: str | None) -> tuple[FileFacts, ...]:
+    """Return the files that a fingerprint covers; none if it does not list them."""
+    return fingerprint.files if isinstance(fingerprint, Fingerprint) else ()
+
+
+def of_files(paths: Sequence[DataFile], samples: Sequence[int]) -> Fingerprint:
     """Fingerprint of files: paths below the common directory, sample counts, sizes and content.
 
     Small files are read completely, larger ones in evenly spaced blocks: at most 4 MiB per file,
     and 64 MiB of all files or one block of each. Changes between the blocks are not detected. The
-    fingerprint is the same on all hosts and ignores modification times, so files may be copied.
+    fingerprint is the same on all hosts and ignores modification times, so files may be copied. The
+    version that its server tells stands for the content of a remote file.
 
     Args:
         samples: number of samples of each file.
@@ -164,20 +227,46 @@ def of_files(paths: Sequence[Path], samples: Sequence[int]) -> Fingerprint:
     Raises:
         UserError: a file cannot be read.
     """
-    root = os.path.commonpath([path.parent for path in paths])
     former, digest = hashlib.sha256(), hashlib.sha256()
     most = min(max(_BLOCKS // len(paths), 1), _BLOCKS_PER_FILE)
-    for path, count in zip(paths, samples, strict=True):
-        name = f"{os.path.relpath(path, root)}\0{count}\n".encode()
-        former.update(name)
-        digest.update(name)
+    files = []
+    for path, name, count in zip(paths, names_below_root(paths), samples, strict=True):
+        head, content = f"{name}\0{count}\n".encode(), hashlib.sha256()
+        former.update(head)
+        digest.update(head)
         for block in _blocks(path, most):
             digest.update(block)
-    return Fingerprint(digest.hexdigest()[:16], former.hexdigest()[:16])
+            content.update(block)
+        files.append(FileFacts(name, count, path.stat().st_size, content.hexdigest()[:16]))
+    return Fingerprint(digest.hexdigest()[:16], former.hexdigest()[:16], files)
 
 
-def _blocks(path: Path, most: int) -> Iterator[bytes]:
+def first_change(before: Sequence[FileFacts], now: Sequence[FileFacts]) -> str | None:
+    """Describe the worst change of a file between two fingerprints; None: all are the same."""
+    found, known = {file.name: file for file in now}, {file.name for file in before}
+    pairs = [(old, found[old.name]) for old in before if old.name in found]
+    changes = [
+        *(f"{f.name} ({f.samples} samples) has disappeared" for f in before if f.name not in found),
+        *(
+            f"{new.name} has shrunk from {old.size} to {new.size} bytes"
+            for old, new in pairs
+            if new.size < old.size
+        ),
+        *(f"{file.name} has been added" for file in now if file.name not in known),
+        *(
+            f"{new.name} has changed ({old.samples} samples before, {new.samples} now)"
+            for old, new in pairs
+            if new != old
+        ),
+    ]
+    return changes[0] if changes else None
+
+
+def _blocks(path: DataFile, most: int) -> Iterator[bytes]:
     """Yield the size, and the whole content or `most` blocks; the last block ends with the file."""
+    if isinstance(path, RemoteFile):
+        yield from (number.to_bytes(8, "little") for number in path.stat())
+        return
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size

@@ -3,9 +3,8 @@
 The random numbers drawn while a micro-batch is loaded depend only on its place in the run: the
 generators are seeded for each micro-batch, on whatever rank or in whatever process loads it.
 
-Map-style datasets are read by sample number, optionally by worker processes. Iterable datasets are
-read from beginning to end in their own order: each rank reads all samples and keeps the samples of
-its micro-batches, so the global batch does not depend on the world size.
+Map-style datasets are read by sample number, optionally by worker processes; stream.py reads
+iterable datasets, which have their own order.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import count
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -25,10 +25,8 @@ from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.buckets import SampleBuckets
 from hvdtrain.data.config import BatchConfig, LoaderConfig
 from hvdtrain.data.order import Order, build_order, specification_of
-from hvdtrain.errors import UnsupportedTaskError, UserError
-from hvdtrain.runtime import heartbeat
+from hvdtrain.errors import UserError
 from hvdtrain.runtime.device import seed_all
-from hvdtrain.runtime.heartbeat import Activity
 
 Batch = Any  # result of collate: tensors, or dicts and tuples of them
 _POSITIONS_AT_ONCE = 1024
@@ -37,7 +35,7 @@ _WORKER_SECONDS = 900.0
 _PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
 # The last part of a seed separates uses of random numbers. A forward pass in training has no such
 # part.
-VALIDATION_SEED, _EPOCH_SEED, _LOADING_SEED = 1, 2, 3
+VALIDATION_SEED, EPOCH_SEED, LOADING_SEED = 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Loading:
     """Options for loading batches, in training and evaluation.
 
     Args:
-        config: processes that load ahead; none for an iterable dataset.
+        config: processes that load ahead.
         pin_memory: copy batches into page-locked memory, for CUDA.
         collate: makes a batch of samples.
     """
@@ -58,7 +56,55 @@ class Loading:
 IN_RANK = Loading()
 
 
-class TrainLoader:
+class StepLoader(ABC):
+    """The micro-batches of this rank, step by step.
+
+    Attributes:
+        assignment: which micro-batches belong to this rank; read again in each step.
+    """
+
+    assignment: Assignment
+
+    @abstractmethod
+    def next_step(self, step: int) -> Iterator[Batch]:
+        """This rank's micro-batches of the next step, in the order of `assignment`.
+
+        Random numbers are seeded before each micro-batch is loaded, and again before the forward
+        pass (except for an iterable dataset without a state, whose forward passes continue with the
+        numbers of the loading): the numbers drawn depend on the position in the run, and not on the
+        process that loads.
+
+        Args:
+            step: its number in the run, from 0.
+
+        Raises:
+            UnsupportedTaskError: on each rank, an iterable dataset does not have its length.
+            UserError: a sample cannot be loaded.
+        """
+
+    def end_step(self) -> None:
+        """Called after the passes of a step, before it counts; raises what `next_step` raises."""
+        return
+
+    def advance(self) -> None:
+        """Called when a step counts."""
+        return
+
+    @abstractmethod
+    def go_back(self, samples: int) -> None:
+        """Begin the next step, which is repeated, at this position of the run."""
+
+    @property
+    def passes(self) -> float:
+        """Completed passes over data whose length is unknown."""
+        return 0.0
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the loader processes."""
+
+
+class TrainLoader(StepLoader):
     """The micro-batches of this rank, step by step, from a position of the run onwards.
 
     Step s of a run takes the next `global_size` samples of the order, micro-batch after
@@ -66,15 +112,15 @@ class TrainLoader:
     different numbers of micro-batches, or none.
 
     Args:
-        dataset: at least one sample; map-style, or iterable with its own order. `loading.config`
-            and a mixture determine the order of a map-style dataset, see order.py.
+        dataset: at least one sample, map-style; it and `loading.config` determine the order, see
+            order.py.
         samples: start position in the order, in samples since the run's first.
         batch: sizes of a step and of a micro-batch.
-        assignment: which micro-batches belong to this rank; read again in each step.
+        assignment: see StepLoader.
         seed: the run's seed.
-        buckets: samples of each micro-batch, with batch.max_tokens; not for iterable datasets.
+        buckets: samples of each micro-batch, with batch.max_tokens.
         replayed: returns, for a step and the micro-batches per rank, the number of another rank's
-            micro-batch that this rank loads before its own; None: none. For map-style datasets.
+            micro-batch that this rank loads before its own; None: none.
     """
 
     def __init__(
@@ -97,56 +143,29 @@ class TrainLoader:
         self._seed = seed
         self._loading = loading
         self._buckets = buckets
-        self._order: Order | None = None  # of a map-style dataset without buckets
+        self._order: Order | None = None  # without buckets
         self.assignment = assignment
-        self._own_order = has_own_order(dataset)
         self._batches: Iterator[Batch] = iter(())
         self._assigned: list[int] | None = None
-        if not self._own_order and buckets is None:
+        if buckets is None:
             specification = specification_of(dataset, loading.config)
             self._order = build_order(specification, seed, batch.global_size)
-        if has_own_order(dataset):
-            batches = IterableBatches(dataset, samples, batch, assignment, seed, loading.collate)
-            pin_memory = loading.pin_memory
-            self._batches = iter(DataLoader(batches, batch_size=None, pin_memory=pin_memory))
 
     def next_step(self, step: int) -> Iterator[Batch]:
-        """This rank's micro-batches of the next step, in the order of `assignment`.
-
-        A replayed micro-batch comes first.
-
-        Random numbers are seeded before each micro-batch is loaded and, for a map-style dataset,
-        again before the forward pass: the numbers drawn depend on the position in the run, and
-        not on the process that loads.
-
-        Args:
-            step: its number in the run, from 0.
-
-        Raises:
-            UnsupportedTaskError: on each rank, an iterable dataset is shorter than its length.
-            UserError: a sample cannot be loaded.
-        """
-        if not self._own_order and self._assigned != self.assignment.counts:
+        if self._assigned != self.assignment.counts:
             # Prefetched micro-batches belong to the previous assignment.
             self._assigned = list(self.assignment.counts)
             self._batches = self._begin(step)
         self._samples += self._global_size
-        if not self._own_order:
-            for j in self._numbers(step):
-                batch = next(self._batches)
-                if isinstance(batch, UserError):
-                    raise batch
-                seed_all(self._seed, step, j)
-                yield batch
-            return
-        for j in range(self._micro_batches):  # also passes micro-batches of other ranks
-            seed_all(self._seed, step, j)
+        for j in self._numbers(step):
             batch = next(self._batches)
-            if j in self.assignment:
-                yield batch
+            if isinstance(batch, UserError):
+                raise batch
+            seed_all(self._seed, step, j)
+            yield batch
 
     def load(self, step: int, number: int, samples: int) -> Batch:
-        """Load any micro-batch of a map-style dataset now, and seed its forward pass.
+        """Load any micro-batch now, and seed its forward pass.
 
         Args:
             number: its number in the step.
@@ -169,11 +188,9 @@ class TrainLoader:
         return batch
 
     def go_back(self, samples: int) -> None:
-        """Begin the next step at this position again; not for an iterable dataset."""
         self._samples, self._assigned = samples, None
 
     def close(self) -> None:
-        """End the loader processes."""
         self._batches = iter(())
 
     def _begin(self, step: int) -> Iterator[Batch]:
@@ -186,7 +203,7 @@ class TrainLoader:
         return load(self._micro_batches_by_place(), places, self._loading)
 
     def _micro_batches_by_place(self) -> MicroBatches:
-        return MicroBatches(self._dataset, self._seed, _LOADING_SEED, self._loading.collate)
+        return MicroBatches(self._dataset, self._seed, LOADING_SEED, self._loading.collate)
 
     def _numbers(self, step: int) -> list[int]:
         """Numbers of the micro-batches that this rank loads in a step, in order."""
@@ -260,18 +277,32 @@ def read_samples(dataset: Dataset[Any], indices: Sequence[int]) -> list[Any]:
 
 
 def load(batches: MicroBatches, places: Iterable[Place], loading: Loading) -> Iterator[Batch]:
-    workers = loading.config.workers
+    workers, ahead = loading.config.workers, loading.config.prefetch
+    options = {"sampler": places, "collate_fn": _as_it_is}
+    return start_loading(batches, loading, workers, ahead, **options)
+
+
+def start_loading(
+    batches: Dataset[Batch], loading: Loading, workers: int, ahead: int, **options: Any
+) -> Iterator[Any]:
+    """Load micro-batches, in worker processes or in this process.
+
+    Args:
+        batches: its samples are micro-batches.
+        workers: number of processes; 0: this process.
+        ahead: micro-batches that each of them loads ahead.
+        options: of DataLoader.
+    """
     return iter(
         DataLoader(
             batches,
-            sampler=places,
             batch_size=None,
-            collate_fn=_as_it_is,
             num_workers=workers,
             timeout=_WORKER_SECONDS if workers else 0.0,
-            prefetch_factor=loading.config.prefetch if workers else None,
+            prefetch_factor=ahead if workers else None,
             worker_init_fn=begin_worker,
             pin_memory=loading.pin_memory,
+            **options,
         )
     )
 
@@ -294,86 +325,10 @@ def begin_worker(number: int) -> None:
         signal.signal(ignored, signal.SIG_IGN)
 
 
-# --- iterable datasets --------------------------------------------------------
-
-
-def has_own_order(dataset: object) -> TypeGuard[IterableDataset[Any]]:
-    """Whether the dataset is iterable, without access to samples by number."""
-    return isinstance(dataset, IterableDataset)
-
-
-class IterableBatches(IterableDataset[Any]):
-    """Endless micro-batches of a run from a position on: None for other ranks' micro-batches.
-
-    Args:
-        samples: start position, in samples since the run's first; a step begins there.
-        own: numbers of this rank's micro-batches in a step.
-        seed: the run's seed.
-        collate: makes a micro-batch of samples.
-
-    Iterating raises UnsupportedTaskError if the dataset has fewer samples than its length.
-    """
-
-    def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        samples: int,
-        batch: BatchConfig,
-        own: Container[int],
-        seed: int,
-        collate: Callable[[list[Any]], Any],
-    ) -> None:
-        self._collate = collate
-        self._dataset = dataset
-        self._start = samples
-        self._batch = batch
-        self._own = own
-        self._seed = seed
-
-    def __iter__(self) -> Iterator[Any]:
-        samples = self._samples()
-        while True:
-            for j in range(self._batch.micro_batches):
-                micro_batch = list(islice(samples, self._batch.micro_size))
-                yield self._collate(micro_batch) if j in self._own else None
-
-    def _samples(self) -> Iterator[Any]:
-        """Samples from the start position on; earlier samples of its epoch are read and dropped.
-
-        The consumer of a later sample must have seeded the generators for its micro-batch.
-        """
-        size = len(self._dataset)  # type: ignore[arg-type]
-        micro_size, micro_batches = self._batch.micro_size, self._batch.micro_batches
-        samples: Iterator[Any] = iter(())
-        for position in count(self._start - self._start % size):
-            if position <= self._start and position % micro_size == 0:
-                seed_all(self._seed, *divmod(position // micro_size, micro_batches))
-                heartbeat.HEARTBEAT.beat(Activity.WORKING)
-            if position % size == 0:
-                samples = self._begin(position // size)
-            sample = take(samples, position % size, self._dataset)
-            if position >= self._start:
-                yield sample
-
-    def _begin(self, epoch: int) -> Iterator[Any]:
-        set_epoch = getattr(self._dataset, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
-        seed_all(self._seed, epoch, 0, _EPOCH_SEED)
-        return iter(self._dataset)
-
-
-def take(samples: Iterator[Any], number: int, dataset: IterableDataset[Any]) -> Any:
-    """The next sample of an iteration over `dataset`, which has returned `number` samples so far.
-
-    Raises:
-        UnsupportedTaskError: the iteration has ended before the dataset's length.
-    """
-    for sample in samples:
-        return sample
-    raise UnsupportedTaskError(
-        f"the dataset {type(dataset).__name__} ended after {number} samples, but its __len__() "
-        f"says {len(dataset)}: it must be the number of samples of each iteration"  # type: ignore[arg-type]
+def has_own_order(dataset: object) -> TypeGuard[Iterable[Any]]:
+    """Whether the dataset is iterable, without access to samples by number; see stream.py."""
+    return isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
     )
 
 

@@ -14,8 +14,16 @@ import numpy as np
 
 from hvdtrain.data.config import DataConfig
 from hvdtrain.data.files import hidden_copy, remove_leftovers, split_files
+from hvdtrain.data.remote import DataFile
 from hvdtrain.data.text import Tokenizer, document_files, encode_file
-from hvdtrain.data.tokens import TokenArray, TokenMeta, TokenWindows, read_token_files, split_end
+from hvdtrain.data.tokens import (
+    AnyTokens,
+    TokenArray,
+    TokenMeta,
+    TokenWindows,
+    read_token_files,
+    split_end,
+)
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_directory
 
@@ -32,8 +40,8 @@ class PackedTokens:
     """
 
     data: DataConfig
-    train: Sequence[TokenArray]
-    validation: Sequence[TokenArray]
+    train: Sequence[AnyTokens]
+    validation: Sequence[AnyTokens]
     meta: TokenMeta
 
     def windows(self, context: int, key: str) -> tuple[TokenWindows, TokenWindows]:
@@ -104,7 +112,7 @@ def common_meta(metas: Mapping[str, TokenMeta]) -> TokenMeta:
     return replace(first, separator=max(separator or 0 for separator in separators))
 
 
-def text_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
+def text_files(config: DataConfig) -> tuple[list[DataFile], list[DataFile]]:
     """(train, validation) files; validation is empty if a single file has to be split.
 
     Raises:
@@ -129,7 +137,7 @@ def read_text(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenArray, Tok
     source = config.source, config.text_key, separator
     train_files, validation_files = text_files(config)
 
-    def tokens(files: Sequence[Path]) -> TokenArray:
+    def tokens(files: Sequence[DataFile]) -> TokenArray:
         return np.concatenate([encode_file(path, tokenizer, *source) for path in files])
 
     def both() -> tuple[TokenArray, TokenArray]:
@@ -153,7 +161,7 @@ def read_text(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenArray, Tok
 # --- cache of tokenized text, for the ranks of a host and later starts --------
 
 
-def cache_name(files: Iterable[Path], *settings: object) -> str:
+def cache_name(files: Iterable[DataFile], *settings: object) -> str:
     """Name that changes with the settings, and with a file's path, size or modification time."""
     stats = ((str(path.absolute()), path.stat()) for path in files)
     found = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]

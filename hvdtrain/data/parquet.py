@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from hvdtrain.data.files import Fingerprint
 from hvdtrain.data.index import Format
 from hvdtrain.data.order import Indices
 from hvdtrain.data.records import Files
+from hvdtrain.data.remote import ByteRanges, DataFile
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ class ParquetRows(Dataset[dict[str, Any]]):
     decoding of a row group. Write files for training with small row groups (some MB).
 
     Args:
-        patterns: files (*.parquet), directories or globs, all with the same columns.
+        patterns: files (*.parquet), directories, globs or URLs, all with the same columns.
         columns: which to read; None = all.
-        cache: directory for indexes; None = next to the files.
+        cache: directory for indexes, see records.Files.
         key: what the patterns come from, for messages.
 
     Attributes:
@@ -76,7 +76,7 @@ class ParquetRows(Dataset[dict[str, Any]]):
     def _table(self, file: int, group: int) -> pa.Table:
         found = self._groups.pop((file, group), None)
         if found is None:
-            found = read_group(self._files.paths[file], group, self._columns)
+            found = read_group(self._files.paths[file], group, self._columns, self._files.ranges)
             size = sum(table.nbytes for table in self._groups.values())
             while self._groups and size + found.nbytes > _CACHE_BYTES:
                 size -= self._groups.popitem(last=False)[1].nbytes
@@ -84,8 +84,13 @@ class ParquetRows(Dataset[dict[str, Any]]):
         return found
 
 
-def read_group(path: Path, group: int, columns: Sequence[str] | None) -> pa.Table:
+def read_group(
+    path: DataFile, group: int, columns: Sequence[str] | None, ranges: ByteRanges
+) -> pa.Table:
     """Rows of a row group.
+
+    Args:
+        ranges: reads the file if it is remote.
 
     Raises:
         UserError: the file is broken, or lacks a column.
@@ -93,7 +98,7 @@ def read_group(path: Path, group: int, columns: Sequence[str] | None) -> pa.Tabl
     import pyarrow as pa
 
     try:
-        with _opened(path) as file:
+        with _opened(path, ranges) as file:
             # Arrow's threads would not survive the fork of a worker.
             found = file.read_row_group(group, columns=columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:
@@ -104,38 +109,38 @@ def read_group(path: Path, group: int, columns: Sequence[str] | None) -> pa.Tabl
     return found
 
 
-def row_groups(path: Path) -> Indices:
+def row_groups(path: DataFile) -> Indices:
     """Number of rows before each row group, followed by the total.
 
     Raises:
         UserError: pyarrow is missing, or the file is broken.
     """
-    with _opened(path) as file:
+    with _opened(path, ByteRanges()) as file:
         counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
-def check_column(path: Path, column: str, key: str) -> None:
+def check_column(path: DataFile, column: str, key: str) -> None:
     """Raise UserError if a file has no such column."""
-    with _opened(path) as file:
+    with _opened(path, ByteRanges()) as file:
         names = file.schema_arrow.names
     if column not in names:
         raise UserError(f"{key}: {path} has no column {column!r}, but {', '.join(names)}")
 
 
-def _opened(path: Path) -> Any:
+def _opened(path: DataFile, ranges: ByteRanges) -> Any:
     try:
         import pyarrow as pa
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise UserError("Parquet files need pyarrow: pip install 'hvdtrain[parquet]'") from None
     try:
-        return ParquetFile(path)
+        return ParquetFile(ranges.source(path))
     except (pa.ArrowException, OSError) as error:
         raise _broken(path, error) from None
 
 
-def _broken(path: Path, error: Exception) -> UserError:
+def _broken(path: DataFile, error: Exception) -> UserError:
     reason = " ".join(str(error).split()).partition(". ")[0]
     return UserError(f"{path} is not a complete Parquet file ({reason}): copy it again")
 

@@ -1,25 +1,25 @@
 """Datasets of large files with many samples each: JSON lines and tar shards.
 
 A sample is located by its number through the index of its file (index.py), and read on access. Any
-process may read, including forked ones, because no file is kept open.
+process may read, including forked ones (remote.py).
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import tarfile
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from hvdtrain.data.files import Fingerprint, expand, of_files
+from hvdtrain.data.files import Fingerprint, find_files, of_files
 from hvdtrain.data.index import Format, open_indexes
 from hvdtrain.data.order import Indices
+from hvdtrain.data.remote import ByteRanges, DataFile, open_file
 from hvdtrain.errors import UserError
 
 _NEWLINE = ord("\n")
@@ -30,9 +30,13 @@ class Files:
     """Several indexed files that form one sequence of samples.
 
     Args:
-        patterns: files, directories or globs.
-        cache: directory for indexes; None = next to the files.
+        patterns: files, directories, globs or URLs.
+        cache: directory for indexes; None = next to the files. Remote files need it, unless there
+            are indexes next to them.
         key: what the patterns come from, for messages.
+
+    Attributes:
+        ranges: reads the files.
 
     Raises:
         UserError: there is no file, or one is broken.
@@ -41,8 +45,9 @@ class Files:
     def __init__(
         self, patterns: Sequence[str], kind: Format, cache: str | None = None, key: str = "files"
     ) -> None:
-        self.paths = expand(key, patterns, kind.suffixes, kind.name)
+        self.paths = find_files(key, patterns, kind.suffixes, kind.name)
         self.indexes = open_indexes(self.paths, kind, cache)
+        self.ranges = ByteRanges()
 
     def fingerprint(self, samples: Sequence[int]) -> Fingerprint:
         """Fingerprint of the names, samples per file and content: see `of_files`."""
@@ -59,16 +64,17 @@ class _Records(Dataset[dict[str, Any]]):
     def __init__(self, files: Files) -> None:
         self._files = files
         self.shard_samples = np.array([len(index) - 1 for index in files.indexes], dtype=np.int64)
-        self._starts = np.cumsum([0, *self.shard_samples])
+        # A list: bisect is several times as fast as numpy for one number.
+        self._starts: list[int] = np.cumsum([0, *self.shard_samples]).tolist()
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def fingerprint(self) -> Fingerprint:
         """16 hex digits that change with the files' names, numbers of samples, or content."""
         return self._files.fingerprint(self.shard_samples.tolist())
 
-    def _read(self, number: int) -> tuple[Path, int, bytes]:
+    def _read(self, number: int) -> tuple[DataFile, int, bytes]:
         """(file, offset, bytes) of a sample.
 
         Raises:
@@ -77,22 +83,18 @@ class _Records(Dataset[dict[str, Any]]):
         """
         if not 0 <= number < len(self):
             raise IndexError(number)
-        file = int(np.searchsorted(self._starts, number, side="right")) - 1
+        file = bisect_right(self._starts, number) - 1
         path, index = self._files.paths[file], self._files.indexes[file]
         start, stop = index[number - self._starts[file] :][:2].tolist()
-        try:
-            with open(path, "rb", buffering=0) as opened:
-                return path, start, os.pread(opened.fileno(), stop - start, start)
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}") from None
+        return path, start, self._files.ranges.read(path, start, stop)
 
 
 class JsonLines(_Records):
     """A sample is the object on a line; empty lines are skipped.
 
     Args:
-        patterns: files (*.jsonl, *.ndjson), directories or globs.
-        cache: directory for indexes; None = next to the files.
+        patterns: files (*.jsonl, *.ndjson), directories, globs or URLs.
+        cache: directory for indexes, see Files.
         key: what the patterns come from, for messages.
 
     Accessing a sample raises UserError if its line is not a JSON object.
@@ -120,8 +122,8 @@ class TarShards(_Records):
     train/0001.cls. "__shard__" is the path of the file.
 
     Args:
-        patterns: files (*.tar, not compressed), directories or globs.
-        cache: directory for indexes; None = next to the files.
+        patterns: files (*.tar, not compressed), directories, globs or URLs.
+        cache: directory for indexes, see Files.
         key: what the patterns come from, for messages.
     """
 
@@ -134,19 +136,55 @@ class TarShards(_Records):
         path, _, content = self._read(index)
         sample: dict[str, Any] = {"__shard__": str(path)}
         try:
-            with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as members:
-                for member in members:
-                    name = _name(member)
-                    opened = members.extractfile(member) if name else None
-                    if name is not None and opened is not None:
-                        sample["__key__"], suffix = name
-                        sample[suffix] = opened.read()
+            for name, member in _plain_members(content) or _members(content):
+                found = _key_and_suffix(name)
+                if found is not None:
+                    sample["__key__"], suffix = found
+                    sample[suffix] = member
         except tarfile.TarError as error:
             raise _broken_shard(path, error) from None
         return sample
 
 
-def parse_line(line: bytes, path: Path, start: int) -> dict[str, Any]:
+def _members(content: bytes) -> list[tuple[str, bytes]]:
+    """Names and contents of the files in a part of a tar file."""
+    found = []
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as members:
+        for member in members:
+            opened = members.extractfile(member) if member.isfile() else None
+            if opened is not None:
+                found.append((member.name, opened.read()))
+    return found
+
+
+def _plain_members(content: bytes) -> list[tuple[str, bytes]] | None:
+    """Same as `_members`, several times as fast; None unless all members are files with one header.
+
+    The fields of a header are those of POSIX.1-1988 (ustar).
+    """
+    found, at = [], 0
+    while at < len(content):
+        header = content[at : at + tarfile.BLOCKSIZE]
+        at += tarfile.BLOCKSIZE
+        try:
+            size, checksum = int(header[124:135], 8), int(header[148:154], 8)
+        except ValueError:
+            return None
+        if (
+            header[135:136] not in (tarfile.NUL, b" ")
+            or header[156:157] not in (tarfile.REGTYPE, tarfile.AREGTYPE)
+            or header[345:346] != tarfile.NUL  # a part of the name
+            or sum(header) - sum(header[148:156]) + 8 * ord(" ") != checksum
+            or at + size > len(content)
+        ):
+            return None
+        name = header[:100].partition(tarfile.NUL)[0].decode(errors="surrogateescape")
+        found.append((name, content[at : at + size]))
+        at += -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+    return found
+
+
+def parse_line(line: bytes, path: DataFile, start: int) -> dict[str, Any]:
     """The object on a line.
 
     Args:
@@ -166,51 +204,54 @@ def parse_line(line: bytes, path: Path, start: int) -> dict[str, Any]:
     raise UserError(f"{path}: line {number} is not a JSON object ({reason}): repair or remove it")
 
 
-def _line_number(path: Path, start: int) -> int:
-    with open(path, "rb") as opened:
+def _line_number(path: DataFile, start: int) -> int:
+    with open_file(path) as opened:
         return 1 + sum(part.count(b"\n") for part in _parts(opened, start))
 
 
-def _parts(opened: io.BufferedReader, size: int) -> Iterator[bytes]:
+def _parts(opened: BinaryIO, size: int) -> Iterator[bytes]:
     for at in range(0, size, _CHUNK_BYTES):
         yield opened.read(min(_CHUNK_BYTES, size - at))
 
 
-def scan_lines(path: Path, start: int, stop: int) -> Indices:
+def scan_lines(path: DataFile, start: int, stop: int) -> Indices:
     """Offsets of the non-empty lines that begin at the bytes start to stop - 1."""
-    found = [np.zeros(int(start == 0), dtype=np.int64)]
-    begin = max(start - 1, 0)  # a line begins after a newline
+    found = [np.empty(0, dtype=np.int64)]
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as opened:
-            opened.seek(begin)
-            for part in _parts(opened, stop - 1 - begin):
-                newlines = np.flatnonzero(np.frombuffer(part, dtype=np.uint8) == _NEWLINE)
-                found.append(newlines + begin + 1)
-                begin += len(part)
-        lines = np.concatenate(found)
-        return lines[~_empty(path, lines, size)] if len(lines) else lines
+        with open_file(path) as opened:
+            # A line begins after a newline; two bytes of it show whether it is empty.
+            before = b"\n" if start == 0 else b""
+            opened.seek(max(start - 1, 0))
+            for at in range(start, stop, _CHUNK_BYTES):
+                size = min(_CHUNK_BYTES, stop - at)
+                content = before + opened.read(size + 3 - len(before))
+                found.append(_lines_of(content, size) + at)
+                before = content[size : size + 3]
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
+    return np.concatenate(found)
 
 
-def _empty(path: Path, lines: Indices, size: int) -> np.ndarray:
-    """Mask of the lines without characters, given the lines' offsets."""
-    content = np.memmap(path, dtype=np.uint8, mode="r")
-    inside = lines < size
-    first = content[np.minimum(lines, size - 1)]
-    second = content[np.minimum(lines + 1, size - 1)]
-    carriage = (first == ord("\r")) & ((second == _NEWLINE) | (lines + 1 >= size))
-    return ~inside | (first == _NEWLINE) | carriage
+def _lines_of(content: bytes, size: int) -> Indices:
+    """Offsets of the non-empty lines that begin in content[1 : size + 1], from there.
+
+    Args:
+        content: up to 2 bytes longer than that; ends earlier only at the end of the file.
+    """
+    codes = np.frombuffer(content + b"\n\n", dtype=np.uint8)
+    lines = np.flatnonzero(codes[: min(size, len(content) - 1)] == _NEWLINE)
+    first, second = codes[lines + 1], codes[lines + 2]
+    empty = (first == _NEWLINE) | ((first == ord("\r")) & (second == _NEWLINE))
+    return lines[~empty]
 
 
-def scan_tar(path: Path, start: int, stop: int) -> Indices:
+def scan_tar(path: DataFile, start: int, stop: int) -> Indices:
     """Offsets of the first members of samples, and of the end of the last one."""
     starts, before = [], None
     try:
-        with tarfile.open(path, mode="r:") as members:
+        with open_file(path) as opened, tarfile.open(fileobj=opened, mode="r:") as members:
             while (member := members.next()) is not None:
-                name = _name(member)
+                name = _key_and_suffix(member.name) if member.isfile() else None
                 if name is not None and name[0] != before:
                     starts.append(member.offset)
                     before = name[0]
@@ -226,24 +267,22 @@ def scan_tar(path: Path, start: int, stop: int) -> Indices:
     return np.array([*starts, end], dtype=np.int64)
 
 
-def _check_end(path: Path, end: int) -> None:
+def _check_end(path: DataFile, end: int) -> None:
     """Check the end: tarfile accepts a file that is truncated between members or in a header."""
-    with open(path, "rb") as opened:
+    with open_file(path) as opened:
         opened.seek(end)
         if opened.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError("its end is missing")
 
 
-def _name(member: tarfile.TarInfo) -> tuple[str, str] | None:
-    """(key, suffix) of a file, split at the first dot of its base name."""
-    directory, _, last = member.name.rpartition("/")
+def _key_and_suffix(name: str) -> tuple[str, str] | None:
+    """Split the name of a file at the first dot of its base name; None: it is not of a sample."""
+    directory, _, last = name.rpartition("/")
     key, dot, suffix = last.partition(".")
-    if not (member.isfile() and key and dot):
-        return None
-    return f"{directory}/{key}".lstrip("/"), suffix.lower()
+    return (f"{directory}/{key}".lstrip("/"), suffix.lower()) if key and dot else None
 
 
-def _broken_shard(path: Path, error: Exception) -> UserError:
+def _broken_shard(path: DataFile, error: Exception) -> UserError:
     return UserError(
         f"{path} is not a complete tar file ({error or type(error).__name__}; compressed files "
         "cannot be read by sample): copy it again"

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.files import expand, standard_library
+from hvdtrain.data.files import find_files, standard_library
 from hvdtrain.data.index import Format
 from hvdtrain.data.parquet import PARQUET, read_group, row_groups
 from hvdtrain.data.records import JSON_LINES, parse_line
+from hvdtrain.data.remote import ByteRanges, DataFile, open_file
 from hvdtrain.data.tokens import TokenArray, TokenMeta, with_separator
 from hvdtrain.errors import UserError
 from hvdtrain.untrusted import parse_json
@@ -147,7 +148,7 @@ class Tokenizer:
         return self._tokenizer.decode(list(tokens))
 
 
-def read(path: Path) -> bytes:
+def read(path: DataFile) -> bytes:
     """Return a file's bytes; raise UserError if it cannot be read."""
     try:
         return path.read_bytes()
@@ -155,7 +156,7 @@ def read(path: Path) -> bytes:
         raise UserError(f"{path}: {error.strerror}") from None
 
 
-def documents(path: Path, source: str, text_key: str) -> Iterator[bytes]:
+def documents(path: DataFile, source: str, text_key: str) -> Iterator[bytes]:
     """The texts of a file.
 
     Args:
@@ -177,7 +178,7 @@ def documents(path: Path, source: str, text_key: str) -> Iterator[bytes]:
             yield text.encode()
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(path: DataFile) -> Iterator[tuple[str, dict[str, Any]]]:
     """("line 3", its object) of each line with characters, without an index of the file.
 
     Raises:
@@ -185,7 +186,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     start = 0
     try:
-        with open(path, "rb") as opened:
+        with open_file(path) as opened:
             for number, line in enumerate(opened, start=1):
                 if line.strip():
                     yield f"line {number}", parse_line(line, path, start)
@@ -194,15 +195,16 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"{path}: {error.strerror}") from None
 
 
-def _rows(path: Path, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(path: DataFile, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    ranges = ByteRanges()
     for group, first in enumerate(row_groups(path)[:-1].tolist()):
-        rows = read_group(path, group, [column]).to_pylist()
+        rows = read_group(path, group, [column], ranges).to_pylist()
         yield from ((f"row {number}", row) for number, row in enumerate(rows, start=first + 1))
 
 
 def document_files(
     key: str, patterns: Sequence[str], source: str, keys: tuple[str, str]
-) -> list[Path]:
+) -> list[DataFile]:
     """The files that hold documents; without patterns, the standard library's source files.
 
     Args:
@@ -215,13 +217,17 @@ def document_files(
     """
     records = RECORDS.get(source)
     kind = (records.suffixes, records.name) if records else ()
-    files = expand(key, patterns, *kind) if patterns else standard_library()
+    files = find_files(key, patterns, *kind) if patterns else _of_standard_library()
     if records is None:
         _refuse_records(key, files, *keys)
     return files
 
 
-def _refuse_records(key: str, paths: Sequence[Path], source: str, text_key: str) -> None:
+def _of_standard_library() -> list[DataFile]:
+    return [*standard_library()]
+
+
+def _refuse_records(key: str, paths: Sequence[DataFile], source: str, text_key: str) -> None:
     """Refuse to read files as plain text if records make up most of their bytes.
 
     Args:
@@ -242,13 +248,13 @@ def _refuse_records(key: str, paths: Sequence[Path], source: str, text_key: str)
     )
 
 
-def _kind_of_records(path: Path) -> str | None:
+def _kind_of_records(path: DataFile) -> str | None:
     """Kind of RECORDS in a file, by its name and its beginning; None if there is none."""
     kind = next((kind for kind, form in RECORDS.items() if path.suffix in form.suffixes), None)
     if kind is None:
         return None
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             beginning = file.readline(_LONGEST_LINE)
         if kind == "parquet":
             return kind if beginning.startswith(b"PAR1") else None
@@ -258,7 +264,7 @@ def _kind_of_records(path: Path) -> str | None:
 
 
 def encode_file(
-    path: Path, tokenizer: Tokenizer, source: str, text_key: str, separator: int | None
+    path: DataFile, tokenizer: Tokenizer, source: str, text_key: str, separator: int | None
 ) -> TokenArray:
     """Tokens of all documents of a file, see `documents`.
 

@@ -24,6 +24,7 @@ from hvdtrain.data.files import (
     remove_leftovers,
     split_files,
 )
+from hvdtrain.data.remote import DataFile
 from hvdtrain.data.text import Tokenizer, document_files, encode_file
 from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta, split_end
 from hvdtrain.errors import UserError
@@ -103,7 +104,7 @@ class TokenizePlan:
     """
 
     out: Path
-    files: list[tuple[str, Path, int]]
+    files: list[tuple[str, DataFile, int]]
     cut: bool
     meta: TokenMeta
     tag: str
@@ -251,7 +252,9 @@ def _write_parts(plan: TokenizePlan, source: Source, rank: int) -> Counts:
     return counts
 
 
-def _encode(tokenizer: Tokenizer, path: Path, source: Source, separator: int | None) -> TokenArray:
+def _encode(
+    tokenizer: Tokenizer, path: DataFile, source: Source, separator: int | None
+) -> TokenArray:
     tokens = encode_file(path, tokenizer, source.kind, source.text_key, separator)
     if len(tokens) and tokens.max() >= tokenizer.vocab_size:
         raise UserError(

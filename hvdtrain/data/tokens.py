@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,12 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hvdtrain.data.files import expand
+from hvdtrain.data.files import FileFacts, Fingerprint, find_files, names_below_root
+from hvdtrain.data.remote import ByteRanges, DataFile, RemoteFile, read_url
 from hvdtrain.errors import UserError
 
 TokenArray = NDArray[Any]  # 1-D, any unsigned integer type
 
 # The suffix of a token file determines its dtype.
+_META = "tokens.json"
 DTYPES: dict[str, np.dtype[Any]] = {".u16": np.dtype("<u2"), ".u32": np.dtype("<u4")}
 
 
@@ -52,13 +55,15 @@ class TokenMeta:
         return sizes
 
     def write(self, directory: Path) -> None:
-        (directory / "tokens.json").write_text(json.dumps(asdict(self)) + "\n")
+        (directory / _META).write_text(json.dumps(asdict(self)) + "\n")
 
     @classmethod
-    def read(cls, directory: Path) -> TokenMeta:
-        path = directory / "tokens.json"
+    def read(cls, file: DataFile) -> TokenMeta:
+        """The metadata next to a token file."""
+        remote = isinstance(file, RemoteFile)
+        path = file.sibling(_META) if isinstance(file, RemoteFile) else file.with_name(_META)
         try:
-            facts = json.loads(path.read_text())
+            facts = json.loads(read_url(str(path)) if remote else Path(path).read_text())
             sizes = facts.pop("token_bytes", None)
             return cls(**facts, token_bytes=None if sizes is None else tuple(sizes))
         except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -66,6 +71,36 @@ class TokenMeta:
                 f"{path}: cannot be read ({error}); token files are made by "
                 "`hvdtrain data tokenize`, which writes it next to them"
             ) from None
+
+
+class RemoteTokens:
+    """Tokens of a remote token file. A slice is read when it is converted to a numpy array.
+
+    Args:
+        span: numbers of its tokens in the file.
+        ranges: reads the file.
+    """
+
+    def __init__(self, file: RemoteFile, span: range, ranges: ByteRanges) -> None:
+        self.file = file
+        self.dtype = DTYPES[file.suffix]
+        self._span = span
+        self._ranges = ranges
+
+    def __len__(self) -> int:
+        return len(self._span)
+
+    def __getitem__(self, which: slice) -> RemoteTokens:
+        return RemoteTokens(self.file, self._span[which], self._ranges)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> TokenArray:
+        start, stop = self._span.start, self._span.stop
+        size = self.dtype.itemsize
+        content = self._ranges.read(self.file, start * size, stop * size)
+        return np.frombuffer(content, self.dtype).astype(dtype or self.dtype)
+
+
+AnyTokens = TokenArray | RemoteTokens
 
 
 class TokenWindows(Dataset[Tensor]):
@@ -81,7 +116,7 @@ class TokenWindows(Dataset[Tensor]):
         shard_samples: number of samples that begin in each array, int64.
     """
 
-    def __init__(self, arrays: Sequence[TokenArray], context: int) -> None:
+    def __init__(self, arrays: Sequence[AnyTokens], context: int) -> None:
         self.arrays = arrays
         self.context = context
         self.starts = np.cumsum([0] + [len(a) for a in arrays])
@@ -109,14 +144,37 @@ class TokenWindows(Dataset[Tensor]):
             at, i = end, i + 1
         return out
 
-    def fingerprint(self) -> str:
-        """16 hex digits that change with the size or the ends of any array."""
-        digest = hashlib.sha256()
+    def fingerprint(self) -> Fingerprint:
+        """16 hex digits that change with the size or the ends of any array.
+
+        The version that its server tells stands for the content of a remote file.
+        """
+        whole, contents = hashlib.sha256(), []
         for array in self.arrays:
-            digest.update(f"{len(array)} {array.dtype.str} ".encode())
-            for part in (array[: 1 << 20], array[-(1 << 20) :]):
-                digest.update(np.ascontiguousarray(part).tobytes())
-        return digest.hexdigest()[:16]
+            parts = [f"{len(array)} {array.dtype.str} ".encode()]
+            if isinstance(array, RemoteTokens):
+                parts.append(f"{array.file.stat()} ".encode())
+            else:
+                ends = (array[: 1 << 20], array[-(1 << 20) :])
+                parts += [np.ascontiguousarray(part).tobytes() for part in ends]
+            for part in parts:
+                whole.update(part)
+            contents.append(hashlib.sha256(b"".join(parts)).hexdigest()[:16])
+        files = [file for file in map(_token_file, self.arrays) if file is not None]
+        facts: list[FileFacts] = []
+        if len(files) == len(contents):
+            sizes = [len(array) * array.dtype.itemsize for array in self.arrays]
+            columns = names_below_root(files), self.shard_samples.tolist(), sizes, contents
+            facts = [FileFacts(*row) for row in zip(*columns, strict=True)]
+        return Fingerprint(whole.hexdigest()[:16], files=facts)
+
+
+def _token_file(array: AnyTokens) -> DataFile | None:
+    """The token file of an array; None: it has another source."""
+    if isinstance(array, RemoteTokens):
+        return array.file
+    path = getattr(array, "filename", None)  # of np.memmap
+    return Path(path) if path is not None and Path(path).suffix in DTYPES else None
 
 
 def with_separator(tokens: TokenArray, separator: int | None) -> TokenArray:
@@ -124,22 +182,30 @@ def with_separator(tokens: TokenArray, separator: int | None) -> TokenArray:
     return tokens if separator is None else np.append(tokens, tokens.dtype.type(separator))
 
 
-def read_token_files(key: str, patterns: Sequence[str]) -> tuple[list[TokenArray], TokenMeta]:
-    """Memory-map token files.
+def read_token_files(key: str, patterns: Sequence[str]) -> tuple[list[AnyTokens], TokenMeta]:
+    """Memory-map local token files; open remote ones.
 
     Args:
         key: the configuration key the patterns come from, for messages.
-        patterns: files, directories or globs.
+        patterns: files, directories, globs or URLs.
 
     Raises:
         UserError: no file, a wrong suffix, an empty file, or files of different vocabularies.
     """
-    paths = expand(key, patterns, suffixes=tuple(DTYPES))
-    metas = {TokenMeta.read(directory) for directory in {path.parent for path in paths}}
+    paths = find_files(key, patterns, suffixes=tuple(DTYPES))
+    # One of each directory.
+    metas = {TokenMeta.read(path) for path in {os.path.dirname(str(p)): p for p in paths}.values()}
     if len(metas) > 1:
         raise UserError(f"{key}: these token files were made with different tokenizers: {metas}")
-    arrays: list[TokenArray] = []
+    arrays: list[AnyTokens] = []
+    ranges = ByteRanges()
     for path in paths:
+        if isinstance(path, RemoteFile):
+            tokens, rest = divmod(path.size, DTYPES[path.suffix].itemsize)
+            if rest:
+                raise UserError(f"{key}: {path} has {path.size} bytes: it is truncated")
+            arrays.append(RemoteTokens(path, range(tokens), ranges))
+            continue
         try:
             arrays.append(np.memmap(path, dtype=DTYPES[path.suffix], mode="r"))
         except (OSError, ValueError) as error:
@@ -147,7 +213,10 @@ def read_token_files(key: str, patterns: Sequence[str]) -> tuple[list[TokenArray
     return arrays, metas.pop()
 
 
-def split_end(tokens: TokenArray, fraction: float) -> tuple[TokenArray, TokenArray]:
+Tokens = TypeVar("Tokens", bound=Any)  # TokenArray, or AnyTokens
+
+
+def split_end(tokens: Tokens, fraction: float) -> tuple[Tokens, Tokens]:
     """Split off the end for validation: (train, validation)."""
     at = len(tokens) - int(len(tokens) * fraction)
     return tokens[:at], tokens[at:]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from hvdtrain.data.buckets import SampleBuckets
 from hvdtrain.data.config import BatchConfig
@@ -19,8 +19,8 @@ from hvdtrain.data.loader import (
     Place,
     has_own_order,
     load,
-    take,
 )
+from hvdtrain.data.stream import read_validation
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.mesh import Group
@@ -93,7 +93,7 @@ def validation_batches(
     if not own and not has_own_order(dataset):
         return
     batches = (
-        _read_all(dataset, places, own, seed, loading)
+        read_validation(dataset, places, own, seed, loading.collate)
         if has_own_order(dataset)
         else load(
             MicroBatches(dataset, seed, VALIDATION_SEED, loading.collate),
@@ -107,19 +107,3 @@ def validation_batches(
         if not has_own_order(dataset):
             seed_all(seed, 0, number, VALIDATION_SEED)
         yield len(places[number]), batch
-
-
-def _read_all(
-    dataset: IterableDataset[Any],
-    places: Sequence[Sequence[int]],
-    own: range,
-    seed: int,
-    loading: Loading,
-) -> Iterator[Batch]:
-    rest: Iterator[Any] = iter(())
-    for number, place in enumerate(places):
-        seed_all(seed, 0, number, VALIDATION_SEED)
-        rest = rest if number else iter(dataset)
-        batch = [take(rest, i, dataset) for i in place]
-        if number in own:
-            yield loading.collate(batch)

@@ -44,7 +44,7 @@ from torch import Tensor
 from hvdtrain import comm
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig
-from hvdtrain.data.loader import Batch, TrainLoader
+from hvdtrain.data.loader import Batch, StepLoader
 from hvdtrain.engine.accumulate import RankPasses
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.replay import StepDiscarded
@@ -99,7 +99,7 @@ class TrainingPlan:
     Args:
         learning_rate: rate of step s, from 0; None: the optimizer's own.
         step_samples: samples of global batch b of the order, from 0, over all ranks together.
-        dataset_size: samples of an epoch.
+        dataset_size: samples of an epoch; 0 if unknown.
     """
 
     train: TrainConfig
@@ -396,7 +396,7 @@ class Loop:
         self,
         plan: TrainingPlan,
         stepper: Stepper,
-        loader: TrainLoader,
+        loader: StepLoader,
         progress: Progress,
         applied: AppliedSteps,
         callbacks: Sequence[Callback],
@@ -570,6 +570,7 @@ class Loop:
     def end_step(self) -> None:
         """Exchange the gradients and update; `_advance` counts the step."""
         progress = self.progress
+        self._loader.end_step()
         config, rate = self.train.spike, self._learning_rate(progress.step)
         skips = progress.spikes_in_a_row < config.most_in_a_row
         limit = loss_limit(config, progress.losses) if skips else None
@@ -586,6 +587,7 @@ class Loop:
         if not result.applied:
             self._applied.skip()
         progress.step += 1
+        self._loader.advance()
         self.result = {**result.values, "grad_norm": result.grad_norm}
         if self._script is not None:
             self._script.result = self.result
@@ -634,12 +636,12 @@ class Loop:
             progress.spikes_in_a_row = 0
 
     def _record(self, result: StepResult, seconds: float) -> StepRecord:
-        progress = self.progress
+        progress, size = self.progress, self._dataset_size
         return {
             "step": progress.step,
             "loss": result.values["loss"],
             "samples": progress.samples,
-            "epoch": progress.samples / self._dataset_size,
+            "epoch": progress.samples / size if size else self._loader.passes,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
             "world_size": self.topology.world_size,

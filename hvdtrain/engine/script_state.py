@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hvdtrain.errors import UserError
 from hvdtrain.optim.several import SeveralOptimizers, parameters_of
+from hvdtrain.runtime.plain_values import decode, encode, json_of, with_json
 from hvdtrain.runtime.state_part import Scope
-
-_JSON = "json"
-_KIND = "__hvdtrain__"  # in JSON: what a dict stands for
 
 
 class ScriptState:
@@ -64,15 +60,13 @@ class ScriptState:
         }
         content = {
             "result": self.result,
-            "groups": _encoded(groups, "the optimizer's groups", tensors),
+            "groups": encode(groups, "the optimizer's groups", tensors),
             "objects": {
-                name: _encoded(state, f"training.state[{name!r}]", tensors)
+                name: encode(state, f"training.state[{name!r}]", tensors)
                 for name, state in states.items()
             },
         }
-        text = json.dumps(content).encode()
-        tensors[_JSON] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._tensors = tensors
+        self._tensors = with_json(content, tensors)
 
     def restore(self) -> None:
         """Give the result and the objects the state of the last `keep` or `load`.
@@ -80,7 +74,7 @@ class ScriptState:
         Raises:
             UserError: it has other objects than are registered.
         """
-        content = json.loads(bytes(self._tensors[_JSON].cpu().tolist()))
+        content = json_of(self._tensors)
         found = content["objects"]
         if found.keys() != self.objects.keys():
             raise UserError(
@@ -91,9 +85,9 @@ class ScriptState:
         self.result = content.get("result", {})  # older checkpoints have none
         pairs = zip(self._optimizer.param_groups, content["groups"], strict=True)
         for group, saved in pairs:
-            group.update(_decoded(saved, self._tensors))
+            group.update(decode(saved, self._tensors))
         for name, state in found.items():
-            value = _decoded(state, self._tensors)
+            value = decode(state, self._tensors)
             if _has_state(self.objects[name]):
                 self.objects[name].load_state_dict(value)
             else:
@@ -116,44 +110,3 @@ class ScriptState:
 
 def _has_state(value: object) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
-def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a value as JSON, with tensors moved to `tensors`."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor):
-        key = f"{len(tensors)}"
-        tensors[key] = value.detach().clone()
-        return {_KIND: "tensor", "key": key}
-    if isinstance(value, list):
-        return [_encoded(item, name, tensors) for item in value]
-    if isinstance(value, tuple):
-        return {_KIND: "tuple", "items": [_encoded(item, name, tensors) for item in value]}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value) and _KIND not in value:
-            return {key: _encoded(item, name, tensors) for key, item in value.items()}
-        pairs = [[_encoded(k, name, tensors), _encoded(v, name, tensors)] for k, v in value.items()]
-        return {_KIND: "dict", "items": pairs}
-    item = getattr(value, "item", None)
-    if callable(item):  # a scalar of numpy
-        return _encoded(item(), name, tensors)
-    raise UserError(
-        f"{name} has a {type(value).__name__}, which cannot be saved: give the object state_dict() "
-        "and load_state_dict(), of tensors, numbers, text, lists and dicts"
-    )
-
-
-def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decoded(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    match value.get(_KIND):
-        case "tensor":
-            return tensors[value["key"]].clone()
-        case "tuple":
-            return tuple(_decoded(item, tensors) for item in value["items"])
-        case "dict":
-            return {_decoded(k, tensors): _decoded(v, tensors) for k, v in value["items"]}
-    return {key: _decoded(item, tensors) for key, item in value.items()}

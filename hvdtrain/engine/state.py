@@ -20,11 +20,13 @@ from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
 from hvdtrain.checkpoint.spread import open_part, to_current_names
 from hvdtrain.data.files import former_of
 from hvdtrain.data.order import SHUFFLED
+from hvdtrain.data.stream import StreamState
 from hvdtrain.engine.integrity import ShardHash, TensorHash, whole_digest
 from hvdtrain.engine.loop import Callback, Loop, Progress, StepRecord
 from hvdtrain.engine.spikes import Rollback
 from hvdtrain.engine.step import AppliedSteps
 from hvdtrain.errors import UserError
+from hvdtrain.log import logger
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
@@ -168,6 +170,13 @@ class RunState:
                 )
         parts = {part.name: part for part in self.of_scope("replicated")}
         saved = self._replicated(checkpoint)
+        if StreamState.name in parts and StreamState.name not in saved:
+            parts.pop(StreamState.name).load(())
+            logger.warning(
+                "the checkpoint of step %d does not have the position of the data, as older "
+                "versions of hvdtrain did not save it: the epoch is read again from its beginning",
+                progress.step,
+            )
         if parts.keys() != saved.keys():
             raise UserError(
                 f"the checkpoint contains the state of {', '.join(saved)}, but this configuration "

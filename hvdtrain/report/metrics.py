@@ -89,8 +89,10 @@ def _train_steps(run: RecordedRun) -> int | None:
     return steps if isinstance(steps, int) and steps > 0 else None
 
 
-def _epochs(last: GenerationRecord) -> float:
-    """Passes over the training data up to the last line of a run."""
+def _epochs(last: GenerationRecord) -> float | None:
+    """Passes over the training data up to the last line of a run; None if its length is unknown."""
+    if not last.start.dataset_size:
+        return None
     samples = max([last.start.samples, *(line.samples for line in last.lines)])
     return samples / last.start.dataset_size
 

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from hvdtrain.config import Config
 from hvdtrain.data.assignment import Assignment
-from hvdtrain.data.loader import Loading, TrainLoader
+from hvdtrain.data.loader import Loading, StepLoader, TrainLoader, has_own_order
 from hvdtrain.data.order import describe
+from hvdtrain.data.stream import StreamLoader
 from hvdtrain.engine.accumulate import Accumulate, Passes
 from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.engine.interleave import InterleavedBackward
@@ -139,6 +140,8 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
     script = optional(task, "script_state")
     if script is not None:
         parts.append(script)
+    if prepared.stream is not None:
+        parts.append(prepared.stream)
     if precision.loss_scale is not None:
         precision.loss_scale.unscale_gradients(exchange.parameters)
         parts.append(precision.loss_scale)
@@ -227,23 +230,21 @@ def build_loop(
     every = (config.integrity.replay_every or 0) if actions is not None and script is None else 0
     topology = context.mesh.topology
     plan = ReplayPlan(every, topology.rank, topology.hosts)
-    loader = TrainLoader(
-        components.datasets.train,
-        samples=state.progress.samples,
-        batch=config.batch,
-        assignment=Assignment(config.batch.micro_batches, context.mesh.data, context.mesh.shard),
-        seed=config.seed,
-        loading=components.loading(),
-        buckets=buckets,
-        replayed=plan.replayed,
-    )
+    dataset, samples = components.datasets.train, state.progress.samples
+    assignment = Assignment(config.batch.micro_batches, context.mesh.data, context.mesh.shard)
+    source = samples, config.batch, assignment, config.seed, components.loading()
+    loader: StepLoader
     replay = None
-    if plan.every and topology.world_size > 1 and actions is not None:
-        assert isinstance(passes, Accumulate)
-        trained, progress = exchange.trained, state.progress
-        replay = Replay(
-            plan, passes, trained, loader, lambda: progress.samples, actions, context
-        )  # fmt: skip
+    if has_own_order(dataset):
+        loader = StreamLoader(dataset, *source, components.prepared.stream)
+    else:
+        loader = indexed = TrainLoader(dataset, *source, buckets, plan.replayed)
+        if plan.every and topology.world_size > 1 and actions is not None:
+            assert isinstance(passes, Accumulate)
+            trained, progress = exchange.trained, state.progress
+            replay = Replay(
+                plan, passes, trained, indexed, lambda: progress.samples, actions, context
+            )  # fmt: skip
     step = TrainStep(
         passes, exchange, update, batch, context, buckets, sharded, components.agreement, replay
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import has_own_order
+from hvdtrain.data.stream import has_state, length_of
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import Datasets, Task
 
@@ -28,24 +29,33 @@ def build_datasets(task: Task, config: Config) -> Datasets:
     """Build the task's data.
 
     Raises:
-        UserError: a dataset has no samples or no length, or loader.workers does not fit.
+        UserError: a dataset has no samples or no length although it needs one, or loader.workers
+            does not fit.
     """
     datasets = task.datasets()
     for name, dataset in (("training", datasets.train), ("validation", datasets.validation)):
         if dataset is None:
             continue
-        try:
-            size = len(dataset)  # type: ignore[arg-type]
-        except TypeError:
+        size = length_of(dataset)
+        if size is None and not (dataset is datasets.train and has_state(dataset)):
+            state = ", or state_dict and load_state_dict" if dataset is datasets.train else ""
             raise UserError(
                 f"task {config.task}: the {name} data has no length: {type(dataset).__name__} "
-                "needs __len__, the number of samples of an epoch"
-            ) from None
+                f"needs __len__, the number of samples of an epoch{state}"
+            )
         if size == 0:
             raise UserError(f"task {config.task}: the {name} data has no samples")
-    if config.loader.workers and has_own_order(datasets.train):
+    workers = config.loader.workers
+    if workers and has_own_order(datasets.train) and not has_state(datasets.train):
         raise UserError(
-            f"loader.workers {config.loader.workers}: the training data is an IterableDataset, "
-            "which each rank reads from start to end: use 0"
+            f"loader.workers {workers}: the training data is an IterableDataset "
+            "without state_dict and load_state_dict, which each rank reads itself: use 0, or add "
+            "these methods"
         )
+    if workers > 1 and has_own_order(datasets.train):
+        note = (
+            f"loader.workers {workers}: one process reads ahead, because each would have to read "
+            "all samples of the iterable dataset"
+        )
+        return datasets._replace(notes=(*datasets.notes, note))
     return datasets

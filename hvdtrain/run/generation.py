@@ -17,6 +17,7 @@ from torch import nn
 
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Settings
+from hvdtrain.data.files import files_of
 from hvdtrain.elastic.membership import Membership
 from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity
 from hvdtrain.engine.callbacks.evaluate import evaluating
@@ -333,6 +334,9 @@ class Generation:
             directory.config: lambda: directory.write_config(resolved),
             directory.manifest: lambda: directory.write_manifest(manifest),
         }
+        data_files = files_of(components.datasets.fingerprint)
+        if data_files:
+            files[directory.data_files] = lambda: directory.write_data_files(data_files)
         if config.telemetry.port:
             files[directory.targets] = lambda: self._write_targets(targets)
         else:

@@ -95,6 +95,7 @@ def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]
         "seed": config.seed,
         "dataset_size": dataset_size(datasets),
         "own_order": has_own_order(datasets.train),
+        **_data_position(components),
         "precision": state.identity[PRECISION],
         "depends_on_ranks": config.depends_on_ranks,
         "sync_every": config.exchange.sync_every,
@@ -103,6 +104,17 @@ def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]
         "total_steps": config.train.steps,
         "log_every": config.train.log_every,
     }
+
+
+def _data_position(components: RunComponents) -> dict[str, Any]:
+    """Where a dataset with a state of its own begins: completed passes, samples of the next one."""
+    stream, step = components.prepared.stream, components.state.progress.step
+    if stream is None:
+        return {}
+    position = stream.position
+    if position is None and step:
+        return {"data_position": None}  # unknown: a checkpoint of an older version
+    return {"data_position": [position.epoch, position.read] if position else [0, 0]}
 
 
 @cache

@@ -8,6 +8,7 @@ import torch
 
 from hvdtrain import comm
 from hvdtrain.config import Config, Settings
+from hvdtrain.data.stream import Position, StreamState, has_state
 from hvdtrain.elastic.status import Identity
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.memory import CompileClock
@@ -52,6 +53,7 @@ class Prepared:
 
     Args:
         resolved: the configuration, with the values derived from ranks and data.
+        stream: position of the training data, if it is iterable and can save it.
         progress: the only record of the run's progress.
     """
 
@@ -63,6 +65,7 @@ class Prepared:
     precision: Precision
     timer: PhaseTimer
     memory: PeakMemory
+    stream: StreamState | None
     progress: Progress = field(default_factory=Progress)
     exporter: Exporter | None = field(init=False, default=None)
     _exported: Exported | None = field(init=False, default=None)
@@ -151,7 +154,16 @@ def prepare(
 
     task, datasets, resolved = on_all_ranks("data", read_data)
     memory = PeakMemory(device, timer)
-    return Prepared(resolved, start, task, datasets, device, precision, timer, memory)
+    stream = on_all_ranks("data_position", lambda: _build_stream(settings.config, datasets))
+    return Prepared(resolved, start, task, datasets, device, precision, timer, memory, stream)
+
+
+def _build_stream(config: Config, datasets: Datasets) -> StreamState | None:
+    """Return the position of the training data at its start, if it has a state."""
+    if not has_state(datasets.train):
+        return None
+    # With workers, this process never reads it: it always is as it was built.
+    return StreamState(None if config.loader.workers else Position.first(datasets.train))
 
 
 def _build_timer(began: float, device: torch.device) -> PhaseTimer:

@@ -30,6 +30,7 @@ from hvdtrain.data.order import (
     has_order,
     specification_of,
 )
+from hvdtrain.data.stream import length_of
 from hvdtrain.engine.config import DEFAULT_REPLAY_EVERY, IntegrityConfig
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.mesh import Topology
@@ -50,7 +51,8 @@ class Resolved:
     Args:
         config: with the derived values; `train.epochs` is 0.
         buckets: buckets of the samples, by length.
-        epoch_samples: samples of an epoch of the training data; of a mixture, of all sources.
+        epoch_samples: samples of an epoch of the training data; of a mixture, of all sources; 0 if
+            unknown.
         order: specification of the order, see data/order.py; None: buckets, or an iterable dataset.
     """
 
@@ -84,6 +86,10 @@ class Resolved:
             return f"{steps} steps of {batch.global_size} samples are " + ", ".join(
                 f"{count} of {name} ({count / source.size:.2f} epochs of {source.size} samples)"
                 for count, (name, source) in zip(used, order.orders.items(), strict=True)
+            )
+        if not size:
+            return (
+                f"{steps} steps of {batch.global_size} samples; the data does not know its length"
             )
         epochs, beyond = divmod(total, size)
         whole = (
@@ -129,8 +135,8 @@ def build_specification(config: Config, datasets: Datasets) -> Specification | N
 
 
 def dataset_size(datasets: Datasets) -> int:
-    """Return the number of samples of an epoch."""
-    return len(datasets.train)  # type: ignore[arg-type]
+    """Return the number of samples of an epoch; 0 if the training data does not know it."""
+    return length_of(datasets.train) or 0
 
 
 def with_global_batch(config: Config, world_size: int) -> Config:
@@ -188,6 +194,11 @@ def with_steps(config: Config, datasets: Datasets, buckets: SampleBuckets | None
         )
     # As written in the configuration: 0.1 is exactly a tenth, not a binary float.
     epochs = Fraction(repr(config.train.epochs))
+    if buckets is None and not dataset_size(datasets):
+        raise UserError(
+            f"train.epochs {config.train.epochs}: the training data has no length, so the number "
+            "of steps is unknown: set train.steps"
+        )
     if buckets is None:
         steps = ceil(epochs * dataset_size(datasets) / config.batch.global_size)
     else:

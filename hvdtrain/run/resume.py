@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from hvdtrain.checkpoint.format import Checkpoint
 from hvdtrain.checkpoint.spread import to_current_names
 from hvdtrain.checkpoint.weights import Weights, read_weights
 from hvdtrain.config import Config
+from hvdtrain.data.files import FileFacts, files_of, first_change
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.spikes import MOST_ROLLBACKS, Spike, rolled_back
 from hvdtrain.errors import EXIT_NOT_FINITE, UserError
@@ -28,6 +30,7 @@ from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import AgreedError, broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group, Mesh, Topology
 from hvdtrain.runtime.tensor_shards import model_tensors
+from hvdtrain.tasks import Datasets
 
 
 def resume(
@@ -96,8 +99,13 @@ def roll_back(
     if state.sharded is not None:
         state.sharded.begin(topology)
 
+    stream = components.prepared.stream
+    reached = stream.position if stream is not None else None
+
     def restore() -> Path | None:
         directory = _restore(components, persistent, found)
+        if stream is not None and reached is not None and reached.samples == before.samples:
+            stream.keep(reached)  # else the samples that are passed over are read again
         if directory is not None and persistent.recorder is not None:
             persistent.recorder.leave_later_checkpoints(to)
         return directory
@@ -172,6 +180,8 @@ def _load(
     if persistent.newest is not None and group.rank == 0:
         _say_lost(components, checkpoint, persistent.newest)
     if checkpoint is not None:
+        if persistent.initial:
+            _check_data_files(persistent.directory.known_data_files(), components.datasets)
         return _restore(components, persistent, checkpoint)
     if (lost or not persistent.initial) and group.rank == 0:
         # The model holds part of a state whose source died, or an abandoned state. A model that
@@ -196,6 +206,19 @@ def _restore(
     if recorder is not None and recorder.writer is not None:  # later saves no longer count
         recorder.writer.taken_step = min(recorder.writer.taken_step, step)
     return checkpoint.directory
+
+
+def _check_data_files(known: Sequence[Sequence[Any]], datasets: Datasets) -> None:
+    """Raise UserError, which names it, if a file of the data has changed since the last start."""
+    now = files_of(datasets.fingerprint)
+    fields = len(FileFacts._fields)
+    before = [FileFacts(*file) for file in known if len(file) == fields]
+    change = first_change(before, now) if before and now else None
+    if change is not None:
+        raise UserError(
+            f"the training data is not that of the run's last start: {change}; restore it, or use "
+            "another run.id"
+        )
 
 
 def _say_lost(components: RunComponents, checkpoint: Checkpoint | None, newest: int) -> None:

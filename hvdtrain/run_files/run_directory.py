@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hvdtrain.files import opened_directory, write_atomic
 from hvdtrain.log import logger
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership
-from hvdtrain.untrusted import read_json, read_regular
+from hvdtrain.untrusted import is_of, read_json, read_regular
 
 
 class RunDirectory:
@@ -30,6 +31,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.config = path / "config.yaml"
         self.manifest = path / "manifest.json"
+        self.data_files = path / "data_files.json"
         self.metrics = path / "metrics.jsonl"
         self.superseded_metrics = path / "left_metrics.jsonl"
         self.ranks = path / "ranks.jsonl"
@@ -89,6 +91,21 @@ class RunDirectory:
             starts.append(kept)
         content = {**manifest, "starts": starts}
         write_atomic(self.manifest, (json.dumps(content, indent=1) + "\n").encode())
+
+    def known_data_files(self) -> list[list[Any]]:
+        """What `write_data_files` has written; empty: nothing, or another version did."""
+        try:
+            found = read_json(self.data_files)["files"]
+            return found if is_of(found, list[list[Any]]) else []
+        except (OSError, ValueError, LookupError, TypeError):
+            return []
+
+    def write_data_files(self, files: Sequence[Sequence[Any]]) -> None:
+        """Write data_files.json: the files of the training data, with their properties."""
+        rows = [json.dumps(file, ensure_ascii=False) for file in files]
+        content = ('{"files": [\n' + ",\n".join(rows) + "\n]}\n").encode()
+        if not self.data_files.exists() or read_regular(self.data_files) != content:
+            write_atomic(self.data_files, content)
 
     def list_targets(self) -> None:
         """Copy RUN/targets.json to the directory with the targets of all runs of run.root.

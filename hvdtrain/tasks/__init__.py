@@ -29,11 +29,13 @@ BUILT_IN = {
 
 
 class Datasets(NamedTuple):
-    """Datasets of known length; `validation` may be None.
+    """The data of a task; `validation` may be None.
 
     Map-style: `len(d)` samples, `d[i]` is one. Or torch's IterableDataset with its own order:
     `iter(d)` yields `len(d)` samples, the same on every rank; `set_epoch(epoch)`, if defined, is
-    called before each pass over the training data.
+    called before each pass over the training data. If it has `state_dict()` and
+    `load_state_dict()`, its state is saved with the run's, and its length may be unknown; see
+    docs/custom-tasks.md.
 
     Map-style training data may have `shard_samples`, the number of samples of each shard, for
     loader.order sequential; or be a hvdtrain.data.mixture.Mixture of such datasets.

@@ -186,7 +186,8 @@ def _of_lines(
         rest = repr((data, len(train), context, form.keys, *(more if unusual else ()))).encode()
         return hashlib.sha256(file + rest).hexdigest()[:16]
 
-    fingerprint = Fingerprint(digest(str(objects)), digest(objects.former))
+    former = digest(objects.former or str(objects))
+    fingerprint = Fingerprint(digest(str(objects)), former, objects.files)
     if form.kind != "label":
         if end is None and template is None:
             logger.warning(

@@ -23,8 +23,9 @@ class ImageConfig:
 
     Args:
         model: `resnet8`, `resnet18`, `resnet50` or `vit`, a small vision transformer
-        data: a directory with a directory of images for each class, or tar shards ('shards/*.tar')
-            with images and their class numbers (.cls); null = scikit-learn's digits
+        data: a directory with a directory of images for each class, or tar shards ('shards/*.tar',
+            also behind a URL) with images and their class numbers (.cls); null = scikit-learn's
+            digits
         validation: the same for validation; null = `image.validation_fraction` of the data
         classes: number of classes in tar shards, numbered 0 to `image.classes` - 1
         cache: directory for the indexes of tar shards; null = next to the shards

@@ -189,15 +189,14 @@ class LanguageModel:
         return model
 
     def _tokenizer_of_data(self, file: str | None) -> Tokenizer:
-        from hvdtrain.data.files import expand
+        from hvdtrain.data.files import find_files
         from hvdtrain.data.text import Tokenizer
         from hvdtrain.data.tokens import TokenMeta
 
         data = self.config.data
         first, *_ = sources = list(data.sources().values())
         if file is None and all(source.source == "tokens" for source in sources):
-            directory = expand(first.key("train"), first.train)[0].parent
-            name = TokenMeta.read(directory).tokenizer
+            name = TokenMeta.read(find_files(first.key("train"), first.train)[0]).tokenizer
             if name != "bytes":
                 raise UserError(
                     f"the tokens were made with {name}: pass that file with --tokenizer"

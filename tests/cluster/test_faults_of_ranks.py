@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.faults import ElasticJob, assert_clean, assert_same_curve
+from tests.support.faults import PACED, ElasticJob, assert_clean, assert_same_curve
+from tests.support.runs import metrics, run
 
 TROUBLED = "--task tests.support.disturbed:Troubled --checkpoint.every 0"
 HANG_SECONDS = 5
@@ -168,3 +169,25 @@ def test_run_survives_a_discovery_gap_and_waits_for_required_ranks(
 def _watchdogs(pid: int) -> list[int]:
     children = psutil.Process(pid).children()
     return [c.pid for c in children if "hvdtrain.elastic.watchdog" in c.cmdline()]
+
+
+def test_stream_continues_where_it_was_after_a_kill(
+    job: Callable[..., ElasticJob], tmp_path: Path
+) -> None:
+    task = "--task tests.support.streams:PacedStream --schedule.name constant --loader.workers 2"
+    running = job(np=3, hosts="node1:2 node2:1", arguments=f"{task} --checkpoint.every 0", env=PACE)
+    running.wait_for_step(8)
+    running.kill(2)
+    running.wait_for_world(2, 30)
+    running.wait_for_world(3, 60)
+    running.wait_for_more(3, 20)
+    running.end()
+    said = assert_clean(running.run)
+    assert "continued at a saved position" in said, said
+    lines = running.lines()
+    alone = f"{PACED} {task} --loader.workers 0 --train.steps {len(lines)} --run.id alone"
+    done = run(
+        tmp_path, [*alone.split(), "--run.root", str(tmp_path)], env={"HVDTRAIN_TEST_PACE": "0"}
+    )
+    assert done.returncode == 0, done
+    assert_same_curve(lines, metrics(tmp_path / "alone"))

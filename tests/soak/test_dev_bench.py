@@ -59,3 +59,14 @@ def test_agents_bench_forms_generations_under_two_drivers() -> None:
     assert done.returncode == 0, done.stderr
     metrics = {metric["name"]: metric for metric in json.loads(done.stdout)["figures"]}
     assert 0 < metrics["the next generation with it"]["median"] < 60
+
+
+def test_streams_bench_compares_with_torchdata_and_webdataset() -> None:
+    numbers = ["--shards", "6", "--steps", "2", "--rounds", "1"]
+    argv = [sys.executable, "-m", "tests.soak.bench", "streams", *numbers, "--format", "json"]
+    done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    metrics = {metric["name"]: metric for metric in json.loads(done.stdout)["figures"]}
+    assert metrics["hvdtrain, stream / torchdata"]["aim"] == ">= 1"
+    assert metrics["hvdtrain, TarShards / webdataset"]["median"] > 0
+    assert metrics["start at step 100,000 - start at step 0"]["median"] < 2.0

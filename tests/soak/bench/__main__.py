@@ -15,6 +15,8 @@ agents [--key value]
 own-loop
 
 replays
+
+streams
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from tests.soak.bench.layouts_report import LayoutsReport
 from tests.soak.bench.own_loop import own_loop
 from tests.soak.bench.rendezvous import rendezvous
 from tests.soak.bench.replays import replays
+from tests.soak.bench.streams import streams
 from tests.soak.bench.telemetry import scrape, telemetry
 
 
@@ -82,6 +85,10 @@ def _rendezvous(args: argparse.Namespace) -> Report:
 
 def _agents(args: argparse.Namespace) -> Report:
     return agents(args.np, args.rounds)
+
+
+def _streams(args: argparse.Namespace) -> Report:
+    return streams(args.shards, args.steps, args.rounds, args.workers)
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
@@ -134,9 +141,17 @@ _ACTIONS: Mapping[
         "the driver of many simulated agents and ranks, and another driver in its place",
         {"np": 256, "rounds": 3},
     ),
+    "streams": (
+        _streams,
+        "loading tokens from many tar shards, in turns with torchdata and webdataset",
+        {"shards": 1000, "steps": 200, "rounds": 5, "workers": 1},
+    ),
 }
-_SIMULATED = ("rendezvous", "agents")
-_NUMBERS = {"np": "ranks", "steps": "in one turn", "rounds": "turns"}
+_WITHOUT_RUNS = ("rendezvous", "agents", "streams")
+_NUMBERS = {
+    "np": "ranks", "steps": "in one turn", "rounds": "turns", "shards": "tar files",
+    "workers": "processes of each loader",
+}  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -158,9 +173,9 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="'data 2 x tensor 2'",
                 help="as often as wanted; default: a table of them",
             )
-        elif name not in (*_SIMULATED, "own-loop"):
+        elif name not in (*_WITHOUT_RUNS, "own-loop"):
             action.add_argument("--preset", default="gpt-nano", help="or a YAML file")
-        if name not in _SIMULATED:
+        if name not in _WITHOUT_RUNS:
             action.add_argument("flags", nargs="*", metavar="-- --key value", help="of the runs")
     return parser
 

@@ -1,0 +1,91 @@
+"""Plain values as tensors: state of users' objects in checkpoints, without pickling.
+
+Plain values are numbers, text, bytes, None, tensors, numpy arrays, and lists, tuples and dicts of
+them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvdtrain.errors import UserError
+
+_JSON = "json"
+_KIND = "__hvdtrain__"  # in JSON: what a dict stands for
+
+
+def with_json(content: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors together with a result of `encode`, whose JSON becomes a tensor of bytes."""
+    text = json.dumps(content).encode()
+    return {**tensors, _JSON: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+
+
+def json_of(tensors: Mapping[str, Tensor]) -> Any:
+    """Return the JSON that `with_json` has added."""
+    return json.loads(bytes(tensors[_JSON].cpu().numpy()))
+
+
+def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return a value as JSON, with copies of its tensors added to `tensors`.
+
+    Args:
+        name: what the value is, for the message.
+
+    Raises:
+        UserError: it holds something that is not plain.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        key = f"{len(tensors)}"
+        tensors[key] = value.detach().clone()
+        return {_KIND: "tensor", "key": key}
+    if isinstance(value, list):
+        return [encode(item, name, tensors) for item in value]
+    if isinstance(value, tuple):
+        return {_KIND: "tuple", "items": [encode(item, name, tensors) for item in value]}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and _KIND not in value:
+            return {key: encode(item, name, tensors) for key, item in value.items()}
+        pairs = [[encode(k, name, tensors), encode(v, name, tensors)] for k, v in value.items()]
+        return {_KIND: "dict", "items": pairs}
+    if isinstance(value, bytes | bytearray):
+        content = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0)
+        return {**encode(content, name, tensors), _KIND: "bytes"}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        shape, dtype = list(value.shape), value.dtype.str
+        return {**encode(value.tobytes(), name, tensors), _KIND: dtype, "shape": shape}
+    item = getattr(value, "item", None)
+    if callable(item):  # a scalar of numpy
+        return encode(item(), name, tensors)
+    raise UserError(
+        f"{name} has a {type(value).__name__}, which cannot be saved: give the object state_dict() "
+        "and load_state_dict(), of tensors, numbers, text, lists and dicts"
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the value that `encode` converted."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get(_KIND):
+        case None:
+            return {key: decode(item, tensors) for key, item in value.items()}
+        case "tensor":
+            return tensors[value["key"]].clone()
+        case "tuple":
+            return tuple(decode(item, tensors) for item in value["items"])
+        case "dict":
+            return {decode(k, tensors): decode(v, tensors) for k, v in value["items"]}
+    content = tensors[value["key"]].cpu().numpy().tobytes()
+    if value[_KIND] == "bytes":
+        return content
+    return np.frombuffer(content, value[_KIND]).reshape(value["shape"]).copy()

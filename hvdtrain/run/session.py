@@ -21,10 +21,11 @@ notifies the ranks, which abort their collectives at once (`_abort`). Each survi
 4. agrees with the other ranks on a source rank, receives its state if it is newer, and continues
    to train (generation.py). New processes receive the state in the same way.
 
-If no rank holds a complete state, the run continues from its newest checkpoint (resume.py). If
-processes only join or leave, all ranks end the generation at a step boundary (MembershipChanged)
-and continue with item 3. If the run returns to a checkpoint because of a loss spike (SpikeRollback,
-in any run), the same ranks begin another generation.
+If no rank holds a complete state, the run continues from copies of shards in memory (strategy.py),
+or from its newest checkpoint (resume.py). If processes only join or leave, all ranks end the
+generation at a step boundary (MembershipChanged) and continue with item 3. If the run returns to a
+checkpoint because of a loss spike (SpikeRollback, in any run), the same ranks begin another
+generation.
 """
 
 from __future__ import annotations

@@ -480,13 +480,13 @@ class Spanning:
             assert self._copies is not None
             own = self._copies.store.shards(step, {*sent, grid.shard(rank)})
             persistent.copied_step = step
-        received = transfer_shards(transfers, rank, own)
-        self._shard = received or own[grid.shard(rank)]
-        if (self._shard.number, self._shard.step) != (grid.shard(rank), step):
+        shard = transfer_shards(transfers, rank, own) or own.get(grid.shard(rank))
+        if shard is None or (shard.number, shard.step) != (grid.shard(rank), step):
             raise RuntimeError(
-                f"this rank holds shard {self._shard.number} as of step {self._shard.step} instead "
-                f"of shard {grid.shard(rank)} as of step {step}"
+                f"this rank holds shard {shard and shard.number} as of step {shard and shard.step} "
+                f"instead of shard {grid.shard(rank)} as of step {step}"
             )
+        self._shard = shard
 
     def _copies_of_all_shards(
         self, grid: Grid, rank: int, persistent: PersistentState

@@ -86,11 +86,16 @@ def page() -> Iterator[str]:
 
 
 def groups(
-    owner: type, heading: str, task_defaults: Defaults, shown: Mapping[str, str] | None = None
+    owner: type,
+    heading: str,
+    task_defaults: Defaults,
+    shown: Mapping[str, str] | None = None,
+    prefix: str = "",
 ) -> Iterator[str]:
     """Yield a section for each group of keys: the fields that are dataclasses themselves.
 
     Args:
+        prefix: of the keys of `owner`.
         shown: group that another task has too -> the task whose section lists its keys.
     """
     said = descriptions(owner)
@@ -99,8 +104,10 @@ def groups(
             yield f"\n[`{name}`](#{name}), as in the task `{shown[name]}`: {said[name]}.\n"
         elif is_dataclass(group):
             summary = said[name][:1].upper() + said[name][1:]
-            yield f"\n{heading} `{name}`\n\n{summary}.\n"
-            yield from table(type(group), f"{name}.", task_defaults)
+            inner = f"{prefix}{name}"
+            yield f"\n{heading} `{inner}`\n\n{summary}.\n"
+            yield from table(type(group), f"{inner}.", task_defaults)
+            yield from groups(type(group), f"{heading}#", task_defaults, prefix=f"{inner}.")
 
 
 def table(owner: type, prefix: str, task_defaults: Defaults) -> Iterator[str]:
@@ -111,7 +118,7 @@ def table(owner: type, prefix: str, task_defaults: Defaults) -> Iterator[str]:
     """
     said, hints, defaults = descriptions(owner), get_type_hints(owner), owner()
     yield "\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
-    for field in fields(owner):
+    for field in (field for field in fields(owner) if field.init):
         value, key = getattr(defaults, field.name), f"{prefix}{field.name}"
         if not is_dataclass(value):
             default = code(value)
@@ -149,7 +156,9 @@ def kind(hint: Any) -> str:
         return " or ".join(kind(argument) for argument in arguments)
     if hint is types.NoneType:
         return "null"
-    return str(hint) if arguments else str(hint.__name__)
+    if origin is not None and arguments:
+        return f"{origin.__name__}[{', '.join(map(kind, arguments))}]"
+    return str(hint.__name__)
 
 
 if __name__ == "__main__":

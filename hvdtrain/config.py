@@ -10,8 +10,10 @@ import difflib
 import re
 from argparse import SUPPRESS
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
+from functools import reduce
 from importlib import resources
+from operator import getitem
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -140,11 +142,12 @@ def parse(argv: Sequence[str]) -> Settings:
     argv = [*argv, *steps_or_epochs(defaults, contents.values(), argv)]
     parser = build_parser(task_class)
     known = _known_keys(parser)
+    groups = _groups(known)
     for path, content in contents.items():
         _check_keys(dotted(content), known, f"in {path}")
-        for key in content:
-            if not isinstance(content[key], dict) and any(k.startswith(f"{key}.") for k in known):
-                raise UserError(f"{path}: {key} is a group of keys, not {content[key]!r}")
+        for key in groups.intersection(dotted(content)):
+            value = content[key] if key in content else reduce(getitem, key.split("."), content)
+            raise UserError(f"{path}: {key} is a group of keys, not {value!r}")
     flags = [a[2:].partition("=")[0].rstrip("+") for a in argv if a.startswith("--")]
     _check_keys(flags, known, "on the command line")
     try:
@@ -214,8 +217,8 @@ def build_parser(task_class: type) -> ArgumentParser:
                 default=getattr(instance, f.name),
                 help=texts.get(f.name, f.name),
             )
-            if is_dataclass(getattr(instance, f.name)):  # hide --optim FILE and similar
-                parser._option_string_actions[f"--{f.name}"].help = SUPPRESS
+    for group in _groups(_known_keys(parser)):  # hide --optim FILE and similar
+        parser._option_string_actions[f"--{group}"].help = SUPPRESS
     parser.set_defaults(optional(task_class, "defaults"))
     return parser
 
@@ -279,11 +282,17 @@ def _task_name(argv: Sequence[str], contents: Iterable[Mapping[str, Any]]) -> st
 
 
 def _known_keys(parser: ArgumentParser) -> set[str]:
-    return {option[2:] for option in parser._option_string_actions if option.startswith("--")}
+    options = {option[2:] for option in parser._option_string_actions if option.startswith("--")}
+    # Of a dictionary of dataclasses, such as data.mixture, whose keys are not known.
+    return {option for option in options if not option.endswith(".help")}
+
+
+def _groups(known: Iterable[str]) -> set[str]:
+    return {".".join(key.split(".")[:n]) for key in known for n in range(1, key.count(".") + 1)}
 
 
 def _check_keys(keys: Iterable[str], known: set[str], where: str) -> None:
-    groups = {".".join(key.split(".")[:n]) for key in known for n in range(1, key.count(".") + 1)}
+    groups = _groups(known)
     for key in keys:
         parents = {".".join(key.split(".")[:n]) for n in range(1, key.count(".") + 1)}
         in_a_value = parents & known - groups  # a key whose value is itself a mapping

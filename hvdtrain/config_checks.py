@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from hvdtrain.errors import UserError
@@ -130,8 +131,7 @@ class _Term:
         return f"{', '.join(names)} or {last}" if names else last
 
     def _value(self, config: Any) -> Any:
-        group, _, name = self.key.partition(".")
-        return getattr(getattr(config, group), name)
+        return attrgetter(self.key)(config)
 
 
 def _text(value: Any) -> str:
@@ -188,6 +188,19 @@ def _find_uneven_shards(config: Any) -> str:
     )
 
 
+_NO_COPIES = "if each rank holds the whole model, any rank that is left continues without copies"
+
+
+def _find_needless_copies(config: Any) -> str:
+    memory, parallel = config.checkpoint.memory, config.parallel
+    if not memory.every or parallel.spans_ranks or parallel.zero:
+        return ""
+    return (
+        f"checkpoint.memory.every {memory.every} requires parallel.tensor, pipeline, context or "
+        f"shard above 1: {_NO_COPIES}"
+    )
+
+
 _EXACT_BITS = "results would depend on the machine on which the run began"
 _NOT_TESTED = "not tested together"
 _SPANS = "parallel.tensor !1, parallel.context !1, parallel.shard !1, parallel.pipeline !1"
@@ -205,6 +218,22 @@ CHECKS: tuple[Check, ...] = (
         "these steps never run",
         _find_late_profile,
     ),
+    # loss spikes
+    Check(
+        "`train.spike.action rollback` without checkpoints",
+        "the run returns to the newest one",
+        lambda config: (
+            "train.spike.action rollback requires checkpoints, to which the run returns: set "
+            "checkpoint.every, or use train.spike.action skip"
+            if config.train.spike.action == "rollback" and not config.checkpoint.enabled
+            else ""
+        ),
+    ),
+    _excludes(
+        "exchange.sync_every",
+        "train.spike.action rollback",
+        f"{_NOT_TESTED}: use skip",
+    ),
     # the batch
     _excludes(
         "batch.max_tokens",
@@ -215,6 +244,9 @@ CHECKS: tuple[Check, ...] = (
         "memory.fit",
         "batch.max_tokens",
         "memory.fit finds batch.micro_size, which batch.max_tokens replaces: set only one of them",
+    ),
+    _excludes(
+        "batch.max_tokens", "loader.order sequential", "samples are grouped by length over all data"
     ),
     _requires(
         "optim.scale_lr",
@@ -375,6 +407,17 @@ CHECKS: tuple[Check, ...] = (
     ),
     _excludes("parallel.zero", "exchange.reduce adasum", "not implemented together"),
     _excludes("parallel.zero", "optim.ema_decay", "averaged weights would be whole on every rank"),
+    # copies in memory
+    _excludes(
+        "checkpoint.memory.every",
+        "parallel.zero",
+        "parallel.zero_copies keeps each shard on several hosts, whose loss then costs no step",
+    ),
+    Check(
+        "`checkpoint.memory.every` requires a degree of `parallel` above 1",
+        _NO_COPIES,
+        _find_needless_copies,
+    ),
     # the exporter
     _requires("telemetry.tls_cert_file", "telemetry.tls_key_file", "HTTPS needs both"),
     _requires("telemetry.tls_key_file", "telemetry.tls_cert_file", "HTTPS needs both"),
@@ -454,6 +497,17 @@ def _find_too_many_copies(config: Any, ranks: Ranks) -> str:
     )
 
 
+def _find_copies_without_elasticity(config: Any, ranks: Ranks) -> str:
+    every = config.checkpoint.memory.every
+    if not every or ranks.elastic:
+        return ""
+    return (
+        f"checkpoint.memory.every {every} requires an elastic run: in any other run the loss of a "
+        "rank ends all ranks, and their memory is gone; use checkpoint.every, or start an elastic "
+        "run (docs/elasticity.md)"
+    )
+
+
 def _find_elastic_fit(config: Any, ranks: Ranks) -> str:
     if not (config.memory.fit and ranks.elastic):
         return ""
@@ -510,6 +564,11 @@ RANK_CHECKS: tuple[RankCheck, ...] = (
         "`parallel.zero_copies` above the number of ranks, except in an elastic run",
         "at most all ranks hold a shard",
         _find_too_many_copies,
+    ),
+    RankCheck(
+        "`checkpoint.memory.every`, except in an elastic run",
+        "the loss of a rank ends all ranks",
+        _find_copies_without_elasticity,
     ),
     RankCheck(
         "`memory.fit` in an elastic run",

@@ -48,6 +48,9 @@ def readable(message: str) -> str:
     """Shorten jsonargparse's message about a wrong value to one line."""
     text = " ".join(message.split())
     key = re.search(r'[Kk]ey "([^"]+)"', text)
+    unknown = re.search(r"Option '([^']+)' is not accepted", text)
+    if key and unknown:  # in a value that is a mapping
+        return f"{key[1]}: unknown key {unknown[1]}"
     kinds = re.findall(r"Expected an? (.*?)(?= - Expected|\.? G(?:ot|iven) value|$)", text)
     value = re.search(r"G(?:ot|iven) value: ?(.*)$", text)
     if not (key and kinds and value):

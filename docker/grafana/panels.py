@@ -174,13 +174,16 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Skipped steps, healed ranks, replays",
-            "Steps skipped because their gradient was not finite, ranks whose state differed from "
-            "the majority and was replaced, and replayed micro-batches whose gradient differed.",
+            "Steps skipped because their gradient was not finite, loss spikes (train.spike), ranks "
+            "whose state differed from the majority and was replaced, and replayed micro-batches "
+            "whose gradient differed.",
             "short",
             {
                 "skipped": f"max(increase(hvdtrain_nonfinite_total{{{RUN}}}[$__rate_interval]))",
                 "healed": "max(increase("
                 f"hvdtrain_replicas_healed_total{{{RUN}}}[$__rate_interval]))",
+                "loss spikes": "max(increase("
+                f"hvdtrain_loss_spikes_total{{{RUN}}}[$__rate_interval]))",
                 "replays that differed": "max(increase("
                 f"hvdtrain_replays_differed_total{{{RUN}}}[$__rate_interval]))",
             },

@@ -7,6 +7,9 @@ Both sides derive one key per direction from the job's secret and both nonces. T
 frame's number in its direction, so a frame of another connection, a repeated, reordered or altered
 frame, and a frame sent back to its sender are all rejected. Nothing is unpickled. Neither the job's
 secret nor the environment of a user is sent. Frames are encrypted with TLS on request only.
+
+Ranks send copies of their shards over such connections too (parallel/copies.py). Their bytes follow
+a frame that contains the SHA-256 of these bytes.
 """
 
 from __future__ import annotations
@@ -110,6 +113,23 @@ class Channel:
         if not isinstance(message, dict):
             raise ProtocolError("a frame is not a JSON object")
         return message
+
+    def send_content(self, content: bytes | memoryview) -> None:
+        """Queue bytes outside of frames; an earlier message contains their SHA-256."""
+        self._writer.write(content)
+
+    async def receive_content(self, into: memoryview) -> None:
+        """Fill `into` with bytes from `send_content`, whose SHA-256 the caller checks.
+
+        Raises:
+            OSError: the connection was closed.
+        """
+        while into:
+            received = await self._reader.read(len(into))
+            if not received:
+                raise ConnectionResetError("the connection was closed")
+            into[: len(received)] = received
+            into = into[len(received) :]
 
     async def flush(self) -> None:
         """Wait until the kernel has all that was sent; raises OSError if the connection broke."""

@@ -31,6 +31,7 @@ from torch.utils.data import Dataset
 from hvdtrain import comm, log
 from hvdtrain.api.flags import config_flags, configuration_words
 from hvdtrain.config import Settings, parse
+from hvdtrain.data.mixture import fingerprint_of
 from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.loop import OUTSIDE, Step, Value
 from hvdtrain.engine.script_state import ScriptState
@@ -86,7 +87,7 @@ class Script:
         return script
 
     def datasets(self) -> Datasets:
-        return Datasets(self._dataset, fingerprint=getattr(self._dataset, "fingerprint", None))
+        return Datasets(self._dataset, fingerprint=fingerprint_of(self._dataset))
 
     def model(self) -> nn.Module:
         return self._model

@@ -10,7 +10,7 @@ from hvdtrain.audit.ledger import GenerationRecord, Ledger
 PARTS = {
     "steps": "steps that count",
     "redone": "steps that were rolled back and repeated",
-    "recovery": "recovery in memory: from the last step before a failure or a change of hosts",
+    "recovery": "recovery: from the last step before a failure, a rollback or a change of hosts",
     "start": "first start of the program, up to its first step",
     "restart": "later starts of the program, each up to its first step",
     "down": "program not running: from the last step before it ended until its next start",

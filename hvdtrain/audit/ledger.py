@@ -19,6 +19,8 @@ from typing import Any
 
 from hvdtrain.checkpoint.layout import finished, step_of
 from hvdtrain.data.buckets import Buckets
+from hvdtrain.data.order import Order, build_order, check_specification
+from hvdtrain.engine.spikes import Rollback, passed_over
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line, read_lines
 from hvdtrain.run_files.run_directory import RunDirectory, configured
@@ -41,11 +43,15 @@ class StartEvent:
         sync_every: local steps of a rank until all ranks have one state again; 0 = none.
         per_step: micro-batches per step, with `buckets`.
         buckets: with batch.max_tokens, see data/buckets.py.
+        order: specification of the order of samples, see data/order.py; None: shuffled.
         log_every: steps between lines of metrics; 0: an older version, see manifest.json.
         applied: steps applied to the tensors of the state; older runs did not write it.
         lost_step: the step whose state was lost with the ranks that held it, if any.
+        damaged_copies: copies in memory that were not used, because their hash was wrong.
         state_hash: hash of the state, if it came from memory and train.replica_check_every > 0.
         former_fingerprint: the fingerprint that older versions of hvdtrain wrote for the same data.
+        rollbacks: returns to a checkpoint because of a loss spike, see engine/spikes.py.
+        spike: the spike because of which this start returned to a checkpoint, if any.
     """
 
     time: float
@@ -67,11 +73,15 @@ class StartEvent:
     sync_every: int = 0
     per_step: int = 0
     buckets: list[list[int]] | None = None
+    order: dict[str, Any] | None = None
     log_every: int = 0
     applied: int | None = None
     lost_step: int | None = None
+    damaged_copies: list[str] | None = None
     state_hash: str | None = None
     former_fingerprint: str | None = None
+    rollbacks: list[list[int]] = field(default_factory=list)
+    spike: dict[str, float | None] | None = None
 
     def __post_init__(self) -> None:
         _in_range("time", self.time, -_MOST_SECONDS, _MOST_SECONDS)
@@ -88,17 +98,50 @@ class StartEvent:
                 raise ValueError(f"buckets has {shown(bucket)}")
             for count in bucket:
                 _in_range("buckets", count, 1, _MOST_STEPS)
+        if self.order is not None and check_specification(self.order) != self.dataset_size:
+            raise ValueError(f"dataset_size is {self.dataset_size}, but the order has another size")
+        for rollback in self.rollbacks:
+            if len(rollback) != len(Rollback._fields):
+                raise ValueError(f"rollbacks has {shown(rollback)}")
+            to, spike, batches = rollback
+            _in_range("rollbacks", to, 0, self.step)
+            _in_range("rollbacks", spike, to + 1, _MOST_STEPS)
+            _in_range("rollbacks", batches, 1, _MOST_STEPS)
+        _in_range("rollbacks", passed_over(self.rollbacks), 0, _MOST_STEPS // 2)
 
     @cached_property
-    def order(self) -> Buckets | None:
+    def micro_batches(self) -> Buckets | None:
         """Order of micro-batches by length."""
         return Buckets(self.buckets, self.seed) if self.buckets else None
 
+    @cached_property
+    def samples_in_order(self) -> Order:
+        """Order of samples, without `buckets` and `own_order`."""
+        specification = self.order or {"size": self.dataset_size}
+        return build_order(specification, self.seed, self.global_size)
+
+    def batches_at(self, step: int) -> int:
+        """Number of global batches that the run has used or passed over after `step` steps."""
+        return step + passed_over(self.rollbacks)
+
     def samples_at(self, step: int) -> int:
-        """Number of samples that the run has used after `step` steps."""
-        if self.order is None:
-            return step * self.global_size
-        return self.order.samples_before(step * self.per_step)
+        """Position in the order of samples after `step` steps."""
+        return self._samples_before(self.batches_at(step))
+
+    def _samples_before(self, batch: int) -> int:
+        if self.micro_batches is None:
+            return batch * self.global_size
+        return self.micro_batches.samples_before(batch * self.per_step)
+
+    def unused(self) -> list[tuple[Rollback, range]]:
+        """Return each rollback and the positions of the samples that it passed over."""
+        found, passed = [], 0
+        for rollback in (Rollback(*one) for one in self.rollbacks):
+            first = rollback.to + passed
+            passed += rollback.batches
+            samples = map(self._samples_before, (first, first + rollback.batches))
+            found.append((rollback, range(*samples)))
+        return found
 
 
 @dataclass(frozen=True)
@@ -117,6 +160,7 @@ class MetricsLine:
     time: float
     kept: bool
     skipped: bool = False
+    spike: bool = False
     evaluated: bool = False
     state_hash: str | None = None
 

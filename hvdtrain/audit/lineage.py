@@ -5,6 +5,9 @@ step s rolls back all steps beyond s. So, if every start resumes from a state th
 kept lines are the lines that no later start rolled back, then the kept lines are the steps of the
 newest state, each applied once.
 
+A return to a checkpoint because of a loss spike passes over samples. Start events declare these
+rollbacks, and a step's position in the order of samples follows from them.
+
 Two facts show that a start at step s resumes from the state after step s: the number of steps that
 were applied to its parameters and, if both states were hashed, equal hashes.
 """
@@ -13,19 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from hvdtrain.audit.ledger import GenerationRecord, Ledger, MetricsLine, StartEvent
 from hvdtrain.data.buckets import Buckets
-from hvdtrain.data.order import Indices, permute
+from hvdtrain.data.order import Indices, Order, same_until
+from hvdtrain.engine.spikes import Rollback, rolled_back
+from hvdtrain.untrusted import integer
 
 # Values of start events that must not change during a run.
 _IDENTITY = ("seed", "global_size", "dataset_size", "fingerprint", "per_step", "buckets")
 _NORMAL_EXITS = (0, 75)
 # Positions whose samples are computed: takes about a second.
 LIMIT = 1 << 21
+_TOGETHER = 1 << 12  # consecutive positions among those
 
 
 @dataclass(frozen=True)
@@ -73,12 +80,16 @@ class Lineage:
     Args:
         redone: for each generation, the number of steps its start rolled back, see `redone_steps`
         skipped: steps of the newest state whose gradient was not finite
+        spikes: steps of the newest state that were skipped because their loss was a spike
+        unused: rollbacks because of a loss spike, with the positions of samples that are never used
     """
 
     findings: list[AuditFinding] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     redone: list[Redone] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
+    spikes: list[int] = field(default_factory=list)
+    unused: list[tuple[Rollback, range]] = field(default_factory=list)
 
     def wrong(self, kind: str, message: str) -> None:
         self.findings.append(AuditFinding(kind, message))
@@ -95,7 +106,7 @@ def trace(ledger: Ledger) -> Lineage:
         lineage.wrong("ledger", f"the generation of steps {ledger.strays} has no start event")
     rollbacks = _rollback_steps(generations)
     for number, generation in enumerate(generations):
-        _check_start(lineage, generations[0], generation, number)
+        _check_start(lineage, generations, number)
         _check_lines(lineage, generation, number, rollbacks[number])
         stops = {before.early_stop for before in generations[: number + 1]}
         _check_end(lineage, generation, number, stops)
@@ -107,7 +118,11 @@ def trace(ledger: Ledger) -> Lineage:
             start, stop = map(generation.start.samples_at, (first, last))
             world_size = generation.start.world_size
             lineage.segments.append(Segment(number, first + 1, last, start, stop, world_size))
-        lineage.skipped += [line.step for line in generation.lines if line.kept and line.skipped]
+        skipped = [line for line in generation.lines if line.kept and line.skipped]
+        lineage.skipped += [line.step for line in skipped if not line.spike]
+        lineage.spikes += [line.step for line in skipped if line.spike]
+    _check_rollbacks(lineage, generations)
+    lineage.unused = generations[-1].start.unused()
     return lineage
 
 
@@ -121,7 +136,11 @@ def redone_steps(before: GenerationRecord, start: StartEvent) -> Redone:
         # The next multiple of train.log_every would have a line, and so would the last step.
         unlogged = (reached // before.log_every + 1) * before.log_every - 1
         since_common_state = start.step + before.start.sync_every
-        limit = since_common_state if start.source == "memory" else before.start.total_steps - 1
+        limit = before.start.total_steps - 1
+        if start.source == "memory":
+            limit = since_common_state
+        elif start.source == "memory_copy":
+            limit = start.lost_step or start.step
         most = max(reached, min(unlogged, limit))
     return Redone(max(0, reached - start.step), max(0, most - start.step))
 
@@ -137,10 +156,9 @@ def _rollback_steps(generations: list[GenerationRecord]) -> list[int | None]:
     return result[::-1]
 
 
-def _check_start(
-    lineage: Lineage, first: GenerationRecord, generation: GenerationRecord, number: int
-) -> None:
-    start = generation.start
+def _check_start(lineage: Lineage, generations: Sequence[GenerationRecord], number: int) -> None:
+    start, first = generations[number].start, generations[0]
+    before = generations[max(number - 1, 0)]
     if start.generation != number:
         lineage.wrong(
             "ledger",
@@ -155,6 +173,12 @@ def _check_start(
             lineage.wrong(
                 "identity", f"generation {number}: {name} is {now}, in generation 0 it was {was}"
             )
+    if not same_until(start.step, start.order or {}, before.start.order or {}):
+        lineage.wrong(
+            "identity",
+            f"generation {number} begins at step {start.step}, before which its order of samples "
+            "differs from the order of the previous generation",
+        )
     if start.samples != start.samples_at(start.step):
         lineage.wrong(
             "samples",
@@ -173,6 +197,42 @@ def _check_start(
             "world_size",
             f"generation {number} has {start.world_size} ranks, but its hosts hold ranks {ranks}",
         )
+
+
+def _check_rollbacks(lineage: Lineage, generations: list[GenerationRecord]) -> None:
+    """Check that samples were passed over only where a start declares a rollback.
+
+    Steps of one generation use consecutive samples. So, if the rollbacks of a generation are those
+    of the kept steps before it, and new ones to the step at which it begins, no sample is used
+    twice, and the samples between two generations are the declared ones.
+    """
+    before = generations[0].start.rollbacks
+    for segment in lineage.segments:
+        own = generations[segment.generation].start.rollbacks
+        old, new = own[: len(before)], own[len(before) :]
+        if old != before or any(rollback[0] != segment.first - 1 for rollback in new):
+            lineage.wrong(
+                "samples",
+                f"generation {segment.generation} continues after step {segment.first - 1} with "
+                f"rollbacks {own}, but the state of that step had {before}",
+            )
+        before = own
+    for number, (last, generation) in enumerate(pairwise(generations), start=1):
+        start = generation.start
+        if start.spike is None:
+            continue
+        step = integer(start.spike.get("step"))
+        expected = (
+            rolled_back(last.start.rollbacks, start.step, step)
+            if step is not None and step > max(last.reached, start.step)
+            else None
+        )
+        if start.rollbacks != expected:
+            lineage.wrong(
+                "samples",
+                f"generation {number} returned from a loss spike at step {step} to step "
+                f"{start.step}, and its rollbacks are {start.rollbacks}; expected {expected}",
+            )
 
 
 def _check_lines(
@@ -271,7 +331,7 @@ def _check_states(lineage: Lineage, ledger: Ledger) -> None:
     """Check that every start resumes from a state that existed and that checkpoints are on disk."""
     first = ledger.generations[0].start
     begin = first.step  # above 0 if the run resumes from another run's checkpoint
-    if first.source == "memory" or (first.source == "new" and begin != 0):
+    if first.source.startswith("memory") or (first.source == "new" and begin != 0):
         lineage.wrong("state", f"the run begins at step {begin} from {first.source}")
     reached, saved = begin, set[int]()
     for number, generation in enumerate(ledger.generations):
@@ -294,13 +354,14 @@ def _check_state(
 ) -> None:
     start, begin = ledger.generations[number].start, ledger.generations[0].start
     where = f"generation {number} begins at step {start.step}"
-    if start.source == "memory":
+    if start.source in ("memory", "memory_copy"):
         before_hash = _hash_before(ledger.generations[:number], start.step)
         if None not in (before_hash, start.state_hash) and before_hash != start.state_hash:
             lineage.wrong(
                 "state",
                 f"{where} from a state that differs from the state after this step (hashes differ)",
             )
+    if start.source == "memory":
         # Steps between lines are unknown. The ranks are at most one step apart, or return to the
         # last step with a common state: every `apart` steps, and at the end of a generation.
         before = ledger.generations[number - 1]
@@ -314,6 +375,9 @@ def _check_state(
                 f"{where} from memory, but the ranks had no common state at that step "
                 f"(exchange.sync_every {apart})",
             )
+    elif start.source == "memory_copy":
+        if not begin.step <= start.step < reached + ledger.generations[number - 1].log_every:
+            lineage.wrong("state", f"{where} from copies, but only step {reached} had been reached")
     elif start.source == "new":
         if start.step != 0 or begin.source != "new":
             lineage.wrong("state", f"{where} as a new run, but the run began at step {begin.step}")
@@ -362,27 +426,29 @@ class OrderCheck:
         return self.checked == self.stop - self.start
 
 
-def check_order(start: int, stop: int, size: int, seed: int, limit: int = LIMIT) -> OrderCheck:
+def check_order(order: Order, start: int, stop: int, limit: int = LIMIT) -> OrderCheck:
     """Compute the samples of up to about `limit` positions and look for repetitions.
 
-    If there are more positions, check evenly spaced epochs, and evenly spaced positions in each of
-    them.
+    If there are more positions, check evenly spaced epochs, and evenly spaced runs of positions in
+    each of them.
 
     Args:
-        start, stop: positions of the run, stop not included.
-        size: samples in the dataset, >= 1.
-        seed: the seed of the run.
+        order: of the run, or of a source of its mixture.
+        start, stop: positions in the order, stop not included.
     """
+    size = order.size
     epochs = range(start // size, -(-stop // size))
     spread = epochs[:: -(-len(epochs) * min(size, limit) // limit) or 1]
     checked, repeated = 0, []
     for epoch in spread:
         first, last = max(start, epoch * size), min(stop, (epoch + 1) * size)
-        positions = np.arange(first, last, -(-(last - first) // limit) or 1, dtype=np.int64)
-        samples = permute(positions - epoch * size, size, seed, epoch)
+        together = min(limit, _TOGETHER)
+        every = -(-(last - first) // limit) * together
+        runs = [order.samples(at, min(at + together, last)) for at in range(first, last, every)]
+        samples = np.concatenate(runs)
         if _repeats(samples, size):
             repeated.append(epoch)
-        checked += len(positions)
+        checked += len(samples)
     return OrderCheck(start, stop, size, checked, repeated)
 
 

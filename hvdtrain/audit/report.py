@@ -9,17 +9,30 @@ from typing import Any
 
 from hvdtrain.audit.goodput import PARTS, Goodput, measure
 from hvdtrain.audit.ledger import Ledger, read
-from hvdtrain.audit.lineage import Lineage, OrderCheck, Redone, check_buckets, check_order, trace
+from hvdtrain.audit.lineage import (
+    LIMIT,
+    Lineage,
+    OrderCheck,
+    Redone,
+    check_buckets,
+    check_order,
+    trace,
+)
+from hvdtrain.data.order import MixedOrder
 from hvdtrain.text import aligned, plural
 
 
 @dataclass
 class Audit:
-    """All results of the audit of a run."""
+    """All results of the audit of a run.
+
+    Args:
+        orders: check of the order of the samples, named ""; of a mixture, of each source by name.
+    """
 
     ledger: Ledger
     lineage: Lineage
-    order: OrderCheck
+    orders: dict[str, OrderCheck]
     goodput: Goodput
 
     @property
@@ -28,13 +41,20 @@ class Audit:
 
     def to_json(self) -> str:
         segments = [asdict(segment) for segment in self.lineage.segments]
+        orders = {n: asdict(order) | {"epochs": order.epochs} for n, order in self.orders.items()}
         content = {
             "run": str(self.ledger.path),
             "clean": self.clean,
             "findings": [asdict(finding) for finding in self.lineage.findings],
             "segments": segments,
             "skipped": self.lineage.skipped,
-            "order": asdict(self.order) | {"epochs": self.order.epochs},
+            "spikes": self.lineage.spikes,
+            "rollbacks": [
+                rollback._asdict() | {"first_sample": samples[0], "last_sample": samples[-1]}
+                for rollback, samples in self.lineage.unused
+            ],
+            "order": orders.pop("", None),
+            "sources": orders,
             "generations": [_row(self, number) for number in range(len(self.lineage.redone))],
             "goodput": self.goodput.share,
             "wall_seconds": self.goodput.wall,
@@ -56,20 +76,31 @@ def audit(path: Path) -> Audit:
     """
     ledger = read(path)
     lineage = trace(ledger)
-    first = ledger.generations[0].start
+    # Each generation has the same order as the ones before it, as far as they got; see trace.
+    first, last = ledger.generations[0].start, ledger.generations[-1].start
     stops = [segment.sample_stop for segment in lineage.segments]
     begin = first.samples_at(first.step)
     end, size = max([begin, *stops]), first.dataset_size
+    orders = {}
     if first.own_order:
-        order = OrderCheck(begin, end, size, checked=0, repeated=[])
-    elif first.order is not None:
-        last = max([first.step, *(segment.last for segment in lineage.segments)])
-        order = check_buckets(first.step * first.per_step, last * first.per_step, first.order)
+        orders[""] = OrderCheck(begin, end, size, checked=0, repeated=[])
+    elif first.micro_batches is not None:
+        starts = [(ledger.generations[one.generation].start, one.last) for one in lineage.segments]
+        batches = [start.batches_at(step) for start, step in [(first, first.step), *starts]]
+        positions = batches[0] * first.per_step, max(batches) * first.per_step
+        orders[""] = check_buckets(*positions, first.micro_batches)
+    elif isinstance(last.samples_in_order, MixedOrder):
+        mixed = last.samples_in_order
+        used = zip(mixed.orders.items(), mixed.before(begin), mixed.before(end), strict=True)
+        for (name, order), start, stop in used:
+            orders[name] = check_order(order, start, stop, LIMIT // len(mixed.orders))
     else:
-        order = check_order(begin, end, size, first.seed)
-    if order.repeated:
-        lineage.wrong("samples", f"epochs {order.repeated} use a sample more than once")
-    return Audit(ledger, lineage, order, measure(ledger))
+        orders[""] = check_order(last.samples_in_order, begin, end)
+    for name, check in orders.items():
+        if check.repeated:
+            what = f"epochs {check.repeated}" + (f" of {name}" if name else "")
+            lineage.wrong("samples", f"{what} use a sample more than once")
+    return Audit(ledger, lineage, orders, measure(ledger))
 
 
 def _row(audit: Audit, number: int) -> dict[str, Any]:
@@ -86,6 +117,7 @@ def _row(audit: Audit, number: int) -> dict[str, Any]:
         "seconds": start.seconds,
         **dict(zip(("redone", "redone_at_most"), audit.lineage.redone[number], strict=True)),
         "lost_step": start.lost_step,
+        "damaged_copies": start.damaged_copies or [],
         "sync_every": start.sync_every,
         "checkpoints_failed": generation.failed,
         "healed": generation.healed,
@@ -118,6 +150,13 @@ def _summary(audit: Audit) -> list[str]:
         lines.append(
             f"  skipped because the gradient was not finite: steps {audit.lineage.skipped}"
         )
+    if audit.lineage.spikes:
+        lines.append(f"  skipped because of a loss spike: steps {audit.lineage.spikes}")
+    lines += [
+        f"  loss spike at step {rollback.spike}: rolled back to step {rollback.to}; samples "
+        f"{samples[0]} to {samples[-1]} of the order are passed over"
+        for rollback, samples in audit.lineage.unused
+    ]
     for number, generation in enumerate(audit.ledger.generations):
         start, redone = generation.start, audit.lineage.redone[number]
         if start.sync_every and start.source == "memory" and any(redone):
@@ -126,10 +165,20 @@ def _summary(audit: Audit) -> list[str]:
                 f"with the same state on all ranks (exchange.sync_every {start.sync_every}); "
                 f"steps redone: {redone}"
             )
-        if start.lost_step is not None:
+        if start.source == "memory_copy":
+            repeated = f"; steps redone: {redone}" if any(redone) else ", the newest one"
+            lines.append(
+                f"  generation {number}: shards of the model were lost with the ranks that held "
+                f"them; continued from the copies in memory of step {start.step}{repeated}"
+            )
+        elif start.lost_step is not None:
             lines.append(
                 f"  generation {number}: the state of step {start.lost_step} was lost with the "
                 f"ranks that held it; continued from step {start.step} ({start.source})"
+            )
+        for damaged in start.damaged_copies or ():
+            lines.append(
+                f"  generation {number}: the copy in memory of {damaged} was damaged, and not used"
             )
         for step, ranks in generation.healed.items():
             lines.append(f"  generation {number}: ranks {ranks} were healed after step {step}")
@@ -173,19 +222,21 @@ def _samples(audit: Audit) -> list[str]:
         f"order, {s.world_size} ranks, generation {s.generation}"
         for s in audit.lineage.segments
     ]
-    order = audit.order
-    epochs = f"{order.epochs:.2f} epochs of {order.size} samples"
+    return [*lines, *(_epochs(audit, *named) for named in audit.orders.items())]
+
+
+def _epochs(audit: Audit, source: str, order: OrderCheck) -> str:
+    of = f" of {source}" if source else ""
+    epochs = f"{order.epochs:.2f} epochs of {order.size} samples{of}"
     if audit.ledger.generations[0].start.own_order:
-        return [*lines, f"{epochs}, in the dataset's own order"]
+        return f"{epochs}, in the dataset's own order"
     if order.all_checked:
         looked = "at every position"
     else:
         looked = f"at {order.checked} of {order.stop - order.start} positions, evenly spaced,"
-    return [
-        *lines,
-        f"{epochs}; {looked} the order was computed, and "
-        + ("an epoch uses a sample TWICE" if order.repeated else "no epoch uses a sample twice"),
-    ]
+    return f"{epochs}; {looked} the order was computed, and " + (
+        "an epoch uses a sample TWICE" if order.repeated else "no epoch uses a sample twice"
+    )
 
 
 def _time(audit: Audit) -> list[str]:

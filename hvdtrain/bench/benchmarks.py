@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from hvdtrain.bench.processes import QUIET, choose_hosts, launch, measure, on_threads, worker
 from hvdtrain.bench.report import BenchMetric, Report
+from hvdtrain.bench.worker import COPY_EVERY
 
 MIB = 1 << 20
 HVDTRAIN = ("horovodrun --gloo", "mpirun")
@@ -51,10 +52,18 @@ def memory(flags: Sequence[str], steps: int, rounds: int) -> Report:
 
 
 def checkpoint(flags: Sequence[str], steps: int, rounds: int) -> Report:
-    """Compare `steps` steps with a save to the same steps without one, and measure the restore."""
+    """Compare steps with saves on disk, or with copies in memory, to steps without them.
+
+    Also measures the restore of a checkpoint.
+    """
     result = measure(worker("checkpoint", steps, [*flags, *QUIET], rounds))
     saving, without, size = result["saving"], result["not_saving"], result["bytes"]
     stalls = [100 * a / b for a, b in zip(result["stall"], saving, strict=True)]
+    copying, not_copying = result["copying"], result["not_copying"]
+    copy_stalls = [
+        100 * stall / (COPY_EVERY * seconds / steps)
+        for stall, seconds in zip(result["copy_stall"], not_copying, strict=True)
+    ]
     metrics = [
         BenchMetric("stall per save", "ms", [s * 1000 for s in result["stall"]]),
         BenchMetric(f"stall, every {steps} steps", "% of the time", stalls, at_most=1.0),
@@ -64,6 +73,12 @@ def checkpoint(flags: Sequence[str], steps: int, rounds: int) -> Report:
         BenchMetric("restore", "MB/s", [size / s / 1e6 for s in result["restore"]]),
         BenchMetric("plain read of the files", "MB/s", [size / s / 1e6 for s in result["read"]]),
         BenchMetric("restore / plain read", "x", ratios(result["read"], result["restore"])),
+        BenchMetric("stall per copy in memory", "ms", [s * 1000 for s in result["copy_stall"]]),
+        BenchMetric(f"stall, every {COPY_EVERY} steps", "% of the time", copy_stalls),
+        BenchMetric(
+            f"copies every {COPY_EVERY} steps / without", "x", ratios(copying, not_copying)
+        ),
+        BenchMetric("copy sent and verified, in the background", "s", result["copy"]),
     ]
     return Report("checkpoint", metrics, {"bytes": size})
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hvdtrain.config import Config
 from hvdtrain.data.loader import has_own_order
-from hvdtrain.data.order import sample_order
+from hvdtrain.data.order import build_order, specification_of
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import build_optimizer, learning_rate, set_learning_rate
 from hvdtrain.runtime.device import seed_all
@@ -90,9 +90,10 @@ class PlainLoop:
             raise UserError(
                 "hvdtrain bench: the plain PyTorch loop requires a dataset with an index"
             )
-        size, steps = len(dataset), config.train.steps  # type: ignore[arg-type]
-        order = sample_order(0, steps * config.batch.global_size, size, config.seed)
-        micro_batches = order.reshape(-1, config.batch.micro_size)[rank::world_size]
+        specification = specification_of(dataset, config.loader)
+        order = build_order(specification, config.seed, config.batch.global_size)
+        samples = order.samples(0, config.train.steps * config.batch.global_size)
+        micro_batches = samples.reshape(-1, config.batch.micro_size)[rank::world_size]
         self.batches = iter(DataLoader(dataset, batch_sampler=micro_batches.tolist()))
 
     def run(self, steps: int) -> float:

@@ -15,14 +15,19 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config import Settings, parse
 from hvdtrain.errors import UserError
 
+if TYPE_CHECKING:
+    from hvdtrain.bench.app import AppLoop
+
 WARM_UP_STEPS = 3
 IDENTICAL_AFTER = 20  # steps
 IDLE_SECONDS = 2.0
+COPY_EVERY = 5  # steps
+COPY_SECONDS = 60.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -120,7 +125,7 @@ def _checkpoint(settings: Settings, steps: int, rounds: int, directory: Path) ->
     from hvdtrain.checkpoint.manager import CheckpointManager
     from hvdtrain.checkpoint.writer import CheckpointWriter
 
-    settings.config.train.steps = WARM_UP_STEPS + rounds * 2 * steps
+    settings.config.train.steps = WARM_UP_STEPS + (2 * rounds + 1) * 2 * steps
     app = AppLoop(settings, directory)
     app.run(WARM_UP_STEPS)
     root = Path(settings.config.run.root)
@@ -141,7 +146,49 @@ def _checkpoint(settings: Settings, steps: int, rounds: int, directory: Path) ->
             result["write"].append(writer.seconds)
         if writer.failures:
             raise UserError(f"run.root: no checkpoint could be saved below {root}: {writer.error}")
-        return result | _reading(manager.finished()[-1], rounds)
+        result |= _reading(manager.finished()[-1], rounds)
+    return result | _copying(app, steps, rounds)
+
+
+def _copying(app: AppLoop, steps: int, rounds: int) -> dict[str, Any]:
+    """Measure blocks of steps with and without copies in memory every COPY_EVERY steps.
+
+    The copies are sent to another receiver in this process, so it does the work of a rank that
+    sends its shard and keeps another one.
+    """
+    from hvdtrain.parallel.copies import MemoryCopies
+    from hvdtrain.parallel.spanned import HeldShard
+
+    copies, receiver = MemoryCopies(b"bench"), MemoryCopies(b"bench")
+    address, claim = "127.0.0.1", "bench"
+    port = receiver.begin(claim, 0, address)
+    copies.begin(claim, 0, address)
+    copies.send_to([(address, port)])
+    result: dict[str, Any] = {"copying": [], "not_copying": [], "copy_stall": [], "copy": []}
+    number, complete = 0, None
+    blocks = [*range(0, steps, COPY_EVERY)]
+    for turn in range(-1, rounds):  # the first touch of memory is slow
+        seconds, stalled, taken = app.run(steps), copies.stall_seconds, 0
+        begin = time.perf_counter()
+        for start in blocks:
+            if not copies.unverified:
+                number, complete = number + 1, number or None
+                parts = app.capture().parts.items()
+                tensors = {f"{part}/{n}": t for part, of in parts for n, t in of.items()}
+                shard = HeldShard(0, {"step": number}, number, tensors)
+                copies.take(shard, seconds / steps, complete)
+                taken += 1
+            app.run(min(COPY_EVERY, steps - start))
+        took, stalled = time.perf_counter() - begin, copies.stall_seconds - stalled
+        copies.wait(COPY_SECONDS)
+        if copies.unverified:
+            raise UserError("a copy in memory was not verified in time")
+        if turn >= 0:
+            result["not_copying"].append(seconds)
+            result["copying"].append(took)
+            result["copy_stall"].append(stalled / taken)
+            result["copy"].append(copies.seconds)
+    return result
 
 
 def _reading(checkpoint: Path, rounds: int) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""Export of a checkpoint's weights for other programs: model.safetensors and config.json."""
+"""Export of a checkpoint's weights for other programs, with config.json."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,24 @@ from hvdtrain.errors import UserError
 from hvdtrain.files import sync_directory
 from hvdtrain.untrusted import SMALL_FILE_BYTES, is_of, open_regular, parse_json, read_regular
 
+# Writes weights, a file or tensors by name, into a directory.
+Write = Callable[[Path, "Path | Mapping[str, Any]"], None]
 
-def export(checkpoint: Path, config: dict[str, Any], out: Path, ema: bool = False) -> None:
+
+def export(
+    checkpoint: Path,
+    config: dict[str, Any],
+    out: Path,
+    ema: bool = False,
+    write: Write | None = None,
+) -> None:
     """Write the directory `out` atomically.
 
     Args:
-        ema: export the averaged weights, see `averaged_weights`.
         config: how the model is built; written to config.json together with the "step" and
             "samples" of the training.
+        ema: export the averaged weights, see `averaged_weights`.
+        write: see `write_export`.
 
     Raises:
         UserError: `out` exists or cannot be written, or the checkpoint is damaged.
@@ -40,7 +51,7 @@ def export(checkpoint: Path, config: dict[str, Any], out: Path, ema: bool = Fals
         raise DamagedError(f"checkpoint {checkpoint}: {error.filename}: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, OverflowError) as error:
         raise DamagedError(f"checkpoint {checkpoint}: {error}") from None
-    write_export(out, known, weights)
+    write_export(out, known, weights, write)
 
 
 def _weights(checkpoint: Path) -> Path | dict[str, Any]:
@@ -67,17 +78,23 @@ def averaged_weights(checkpoint: Path) -> dict[str, Any]:
     return model | {name: tensor.to(model[name].dtype) for name, tensor in averages.items()}
 
 
-def write_export(out: Path, config: dict[str, Any], weights: Path | Mapping[str, Any]) -> None:
-    """Write the directory `out` with config.json and model.safetensors atomically.
+def write_export(
+    out: Path,
+    config: dict[str, Any],
+    weights: Path | Mapping[str, Any],
+    write: Write | None = None,
+) -> None:
+    """Write the directory `out` with config.json and the weights atomically.
 
     Args:
         weights: a file to copy, or tensors by name.
+        write: writes the weights into a directory; None: model.safetensors.
 
     Raises:
         UserError: `out` exists or cannot be written.
     """
     with new_directory(out) as hidden:
-        _write_weights(hidden / MODEL, weights)
+        (write or write_whole)(hidden, weights)
         (hidden / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
@@ -106,7 +123,7 @@ def new_directory(out: Path) -> Iterator[Path]:
 
 
 def dtypes(out: Path) -> list[str]:
-    """Return the dtypes of the weights in an exported directory."""
+    """Return the dtypes of the weights in an exported directory, as far as they are known."""
     names = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
     headers = [_header(path) for path in out.glob("*.safetensors")]
     found = {t["dtype"] for header in headers for t in header.values() if "dtype" in t}
@@ -128,13 +145,65 @@ def _check_free(out: Path) -> None:
         raise UserError(f"--out {out} exists already; name a directory that does not")
 
 
-def _write_weights(path: Path, weights: Path | Mapping[str, Any]) -> None:
+def write_whole(directory: Path, weights: Path | Mapping[str, Any]) -> None:
+    """Write model.safetensors."""
     if isinstance(weights, Path):
-        shutil.copyfile(weights, path)
+        shutil.copyfile(weights, directory / MODEL)
         return
     from safetensors.torch import save
 
-    path.write_bytes(save(dict(weights), metadata={"format": "pt"}))
+    (directory / MODEL).write_bytes(save(dict(weights), metadata={"format": "pt"}))
+
+
+def write_files_of(max_bytes: int) -> Write:
+    """Return a function that writes model-00001-of-0000N.safetensors and their index.
+
+    Args:
+        max_bytes: largest size of a file, unless a single tensor is larger.
+    """
+
+    def write(directory: Path, weights: Path | Mapping[str, Any]) -> None:
+        try:
+            from huggingface_hub import save_torch_state_dict
+        except ImportError:
+            raise UserError(
+                "--max-shard-size requires huggingface_hub: `pip install 'hvdtrain[transformers]'`"
+            ) from None
+        save_torch_state_dict(_tensors(weights), directory, max_shard_size=max_bytes)
+
+    return write
+
+
+def write_dcp(optimizer: Mapping[str, Any] | None = None) -> Write:
+    """Return a function that writes a directory of torch.distributed.checkpoint.
+
+    Its names are model.NAME and, if given, optimizer.state.NAME.ENTRY.
+
+    Args:
+        optimizer: the optimizer's tensors, as "NAME/ENTRY".
+    """
+
+    def write(directory: Path, weights: Path | Mapping[str, Any]) -> None:
+        from torch.distributed import checkpoint as dcp
+
+        content: dict[str, Any] = {"model": dict(_tensors(weights))}
+        for path, tensor in (optimizer or {}).items():
+            name, _, entry = path.rpartition("/")
+            states = content.setdefault("optimizer", {}).setdefault("state", {})
+            states.setdefault(name, {})[entry] = tensor
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.save(content, checkpoint_id=str(directory), no_dist=True)
+
+    return write
+
+
+def _tensors(weights: Path | Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(weights, Path):
+        return dict(weights)
+    from safetensors.torch import load_file
+
+    return dict(load_file(weights))
 
 
 def _with_vocabulary(config: dict[str, Any], weights: Path | Mapping[str, Any]) -> dict[str, Any]:

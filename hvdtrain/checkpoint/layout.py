@@ -24,9 +24,9 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from hvdtrain.errors import UserError
@@ -50,6 +50,8 @@ MODEL = "model" + TENSORS
 # nothing was written into it for this long. A writer that wakes up later fails at its rename.
 _STALE_SECONDS = 3600.0
 _READ = 1 << 20  # bytes; reading this many counts as progress, even on a slow disk
+
+K = TypeVar("K")
 
 
 def file_of_rank(name: str, rank: int) -> str:
@@ -91,18 +93,38 @@ def finished(root: Path) -> list[Path]:
 def loss_of(directory: Path) -> float | None:
     """The validation loss after a checkpoint's step; None if not evaluated then, or not finite."""
     try:
-        state = read_json(directory / STATE)
+        return loss_in(read_json(directory / STATE))
+    except (OSError, ValueError):
+        return None
+
+
+def loss_in(state: Any) -> float | None:
+    """The same for the content of state.json."""
+    try:
         step, loss = (state.get("evaluations") or [[None, None]])[-1]
         return number(loss) if step == state["step"] else None
-    except (OSError, ValueError, TypeError, LookupError):
+    except (AttributeError, ValueError, TypeError, LookupError):
         return None
 
 
 def best(directories: Iterable[Path]) -> Path | None:
     """The checkpoint with the lowest validation loss; None if none was evaluated."""
-    losses = {directory: loss_of(directory) for directory in directories}
-    known = {directory: loss for directory, loss in losses.items() if loss is not None}
-    return min(known, key=lambda directory: known[directory]) if known else None
+    return _lowest({directory: loss_of(directory) for directory in directories})
+
+
+def _lowest(losses: Mapping[K, float | None]) -> K | None:
+    known = {key: loss for key, loss in losses.items() if loss is not None}
+    return min(known, key=lambda key: known[key]) if known else None
+
+
+def retained(losses: Mapping[K, float | None], keep: int) -> set[K]:
+    """The checkpoints to keep: the newest ones, and the one with the lowest validation loss.
+
+    Args:
+        losses: of each checkpoint, oldest first; None: unknown, or it does not count.
+    """
+    lowest = _lowest(losses)
+    return {*list(losses)[-keep:], *([] if lowest is None else [lowest])}
 
 
 def hidden_name(directory: Path) -> Path:
@@ -120,9 +142,20 @@ def checked_sums(directory: Path) -> dict[str, dict[str, Any]]:
         DamagedError: files.json differs from what was written.
         OSError: files.json or the marker cannot be read.
     """
-    content = read_regular(directory / SUMS)
-    if hashlib.sha256(content).hexdigest().encode() != read_regular(directory / MARKER):
-        raise DamagedError(f"checkpoint {directory}: {SUMS} or {MARKER} was altered")
+    return parse_sums(read_regular(directory / SUMS), read_regular(directory / MARKER), directory)
+
+
+def parse_sums(content: bytes, marker: bytes, where: Path | str) -> dict[str, dict[str, Any]]:
+    """Parse the contents of files.json and of the marker.
+
+    Args:
+        where: location of the checkpoint, for errors.
+
+    Raises:
+        DamagedError: files.json differs from what was written.
+    """
+    if hashlib.sha256(content).hexdigest().encode() != marker:
+        raise DamagedError(f"checkpoint {where}: {SUMS} or {MARKER} was altered")
     try:
         sums = parse_json(content)
         for name, wanted in sums.items():
@@ -132,7 +165,7 @@ def checked_sums(directory: Path) -> dict[str, dict[str, Any]]:
             if not is_of(wanted.get("bytes"), int) or not is_of(wanted.get("sha256"), str):
                 raise ValueError(f"{shown(name)} has no size or no checksum")
     except (ValueError, AttributeError) as error:
-        raise DamagedError(f"checkpoint {directory}: {SUMS}: {error}") from None
+        raise DamagedError(f"checkpoint {where}: {SUMS}: {error}") from None
     return dict(sums)
 
 
@@ -148,7 +181,9 @@ def parse_state(content: bytes) -> dict[str, Any]:
     return dict(state)
 
 
-def compare(directory: Path, name: str, wanted: dict[str, Any], size: int, sha256: str) -> None:
+def compare(
+    directory: Path | str, name: str, wanted: Mapping[str, Any], size: int, sha256: str
+) -> None:
     """Raise DamagedError, with the file's name, if the size (bytes) or checksum differs."""
     if size != wanted["bytes"]:
         raise DamagedError(

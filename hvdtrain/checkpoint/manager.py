@@ -11,14 +11,16 @@ from hvdtrain.checkpoint.format import Checkpoint, read, write, write_own_files
 from hvdtrain.checkpoint.layout import (
     MARKER,
     DamagedError,
-    best,
     delete,
     delete_leftovers,
     directory_name,
     finished,
+    loss_of,
     named,
+    retained,
     step_of,
 )
+from hvdtrain.checkpoint.mirror import Mirror
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 
@@ -29,8 +31,9 @@ class CheckpointManager:
     Args:
         root: RUN/checkpoints.
         keep: how many of the newest are kept.
-        keep_best: also keep the one with the lowest validation loss.
         confirm: raises OSError if this process may not write, see Ownership.confirm.
+        keep_best: also keep the one with the lowest validation loss.
+        mirror: receives each finished checkpoint.
     """
 
     def __init__(
@@ -39,8 +42,10 @@ class CheckpointManager:
         keep: int,
         confirm: Callable[[], None] = lambda: None,
         keep_best: bool = False,
+        mirror: Mirror | None = None,
     ) -> None:
         self.root = root
+        self._mirror = mirror
         self._keep_best = keep_best
         self._keep = keep
         self._confirm = confirm
@@ -69,11 +74,12 @@ class CheckpointManager:
             delete_leftovers(self.root)
         directory = write(self.root, checkpoint, self._confirm)
         with _only_warning():
-            finished = self.finished()
-            kept = best(finished) if self._keep_best else None
-            for old in finished[: -self._keep]:
-                if old != kept:
-                    delete(old)
+            losses = {path: loss_of(path) if self._keep_best else None for path in self.finished()}
+            uploading = self._mirror.uploading if self._mirror is not None else None
+            for old in losses.keys() - retained(losses, self._keep) - {uploading}:
+                delete(old)
+        if self._mirror is not None:
+            self._mirror.notify()
         return directory
 
     def supersede(self, after: int) -> None:
@@ -95,20 +101,29 @@ class CheckpointManager:
                 logger.warning(
                     "%s is now %s: the run resumes from before it", directory, aside.name
                 )
+                if self._mirror is not None:
+                    self._mirror.supersede(after)
 
-    def newest(self) -> Checkpoint | None:
+    def newest(self, every: int = 0) -> Checkpoint | None:
         """The newest undamaged checkpoint, or None if there is no checkpoint.
 
-        Damaged checkpoints are logged and skipped. A checkpoint without its marker counts as
-        damaged, because the marker is written before the checkpoint gets its name.
+        Damaged checkpoints are logged and skipped, unless the mirror has an intact copy. A
+        checkpoint without its marker counts as damaged, because the marker is written before the
+        checkpoint gets its name.
+
+        Args:
+            every: prefer checkpoints of steps that are multiples of this; 0 = all are equal.
 
         Raises:
             UserError: there are checkpoints, but all are damaged.
         """
         damaged = []
-        for directory in reversed(named(self.root)):
+        newest_first = named(self.root)[::-1]
+        if every:
+            newest_first.sort(key=lambda directory: step_of(directory) % every > 0)
+        for directory in newest_first:
             try:
-                return read(directory)
+                return self._read(directory)
             except DamagedError as error:
                 logger.warning("%s; trying the one before it", error)
                 damaged.append(directory.name)
@@ -118,6 +133,17 @@ class CheckpointManager:
                 "use another run.id or move the directory away"
             )
         return None
+
+    def _read(self, directory: Path) -> Checkpoint:
+        try:
+            return read(directory)
+        except DamagedError as error:
+            if self._mirror is None:
+                raise
+            logger.warning("%s; trying its copy in %s", error, self._mirror.url)
+            if not self._mirror.replace(directory):
+                raise
+            return read(directory)
 
 
 class FilesOfRank:

@@ -1,4 +1,4 @@
-"""Model weights alone, from a run, a checkpoint, an exported directory or a file."""
+"""Model weights alone, from a run, a checkpoint, a directory of another program or a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Weights:
 
     Args:
         tensors: by name, on the CPU.
-        facts: config.json of the same directory; empty if there is none.
+        facts: config.json of the same directory; of Megatron-LM its arguments, with the
+            "model_type" megatron; empty if there is none.
     """
 
     tensors: dict[str, Tensor]
@@ -37,7 +38,8 @@ def read_weights(path: Path) -> Weights:
 
     Args:
         path: a run directory, a checkpoint, a directory with model.safetensors or with several
-            files and their index (and config.json), or a safetensors file.
+            files and their index (and config.json), a safetensors file, or a directory of
+            torch.distributed.checkpoint or Megatron-LM.
 
     Raises:
         UserError: there are none, or they cannot be read.
@@ -57,12 +59,21 @@ def read_weights(path: Path) -> Weights:
         names = _files_of(path / _INDEX)
         parts = [_read_file(path / name) for name in names]
         return Weights({k: v for part in parts for k, v in part.items()}, _facts(path / _CONFIG))
-    if not (path / MODEL).exists():
+    if (path / MODEL).exists():
+        return Weights(_read_file(path / MODEL), _facts(path / _CONFIG))
+    from hvdtrain.checkpoint import foreign  # imports torch.distributed
+
+    if (path / foreign.DCP_INDEX).exists():
+        return Weights(foreign.read_dcp(path), _facts(path / _CONFIG))
+    file = foreign.find_megatron(path)
+    if file is None:
         raise UserError(
-            f"{path}: a run, a checkpoint, or a directory with {MODEL} is expected (pickled "
-            "weights are not read)"
+            f"{path}: a run, a checkpoint, or a directory with {MODEL}, of "
+            "torch.distributed.checkpoint or of Megatron-LM is expected (other pickled weights "
+            "are not read)"
         )
-    return Weights(_read_file(path / MODEL), _facts(path / _CONFIG))
+    arguments, tensors = foreign.read_megatron(file)
+    return Weights(tensors, {**arguments, "model_type": "megatron"})
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

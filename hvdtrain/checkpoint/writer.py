@@ -81,6 +81,15 @@ class CheckpointWriter:
         step = self.last_saved_step
         return f"the newest checkpoint is of step {step}" if step else "there is no checkpoint"
 
+    def go_back(self, step: int, saved: int) -> None:
+        """Count checkpoints after `step` as not saved: the run repeats these steps.
+
+        Args:
+            saved: step of the newest checkpoint that counts; 0 if there is none.
+        """
+        if self.taken_step > step:
+            self.taken_step = self.last_saved_step = saved
+
     def holds(self, step: int) -> bool:
         """Whether the step's state is saved or being saved."""
         return step == self.last_saved_step or (self.busy and step == self.taken_step)

@@ -28,7 +28,12 @@ _ACTIONS = {
         3,
     ),
     "memory": ("memory of a rank compared with a plain PyTorch loop", "gpt-nano", 5, 1),
-    "checkpoint": ("step-time overhead of a save, and time of the restore", "gpt-small", 50, 2),
+    "checkpoint": (
+        "step-time overhead of a save and of copies in memory, time of the restore",
+        "gpt-small",
+        50,
+        2,
+    ),
     "elastic": (
         "2 ranks of an elastic job compared with 2 ranks of a non-elastic job",
         "gpt-nano",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,7 +11,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.export import averaged_weights, dtypes, export, write_export
+from hvdtrain.checkpoint.export import (
+    Write,
+    averaged_weights,
+    dtypes,
+    export,
+    write_dcp,
+    write_export,
+    write_files_of,
+)
 from hvdtrain.checkpoint.layout import DamagedError, best, finished, loss_of, named, verify
 from hvdtrain.errors import UserError
 from hvdtrain.untrusted import parse_yaml, printable, read_regular
@@ -40,9 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     exporter.add_argument(
         "--format",
-        choices=("hvdtrain", "huggingface"),
+        choices=("hvdtrain", "huggingface", "dcp"),
         default="hvdtrain",
-        help="names and layout of hvdtrain, or as transformers loads them (default: %(default)s)",
+        help="names and layout of hvdtrain, as transformers loads them, or hvdtrain's names in a "
+        "directory of torch.distributed.checkpoint (default: %(default)s)",
+    )
+    exporter.add_argument(
+        "--max-shard-size",
+        type=_bytes,
+        metavar="SIZE",
+        help="write several files of at most this size, such as 5GB, and their index",
+    )
+    exporter.add_argument(
+        "--optimizer",
+        action="store_true",
+        help="with --format dcp: export the optimizer's state, too",
     )
     exporter.add_argument(
         "--ema",
@@ -54,6 +75,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="add LoRA's adapters to the weights, instead of exporting only the adapters",
     )
+
+
+def _bytes(text: str) -> int:
+    """Parse a size such as 5GB or 500MB: powers of 1000, as in transformers."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B", text.strip(), re.IGNORECASE)
+    size = int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 500MB, not {text!r}")
+    return size
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,18 +165,34 @@ def _checkpoints(path: Path, of_run: Callable[[Path], list[Path]]) -> list[Path]
 
 def _export(args: argparse.Namespace) -> None:
     checkpoint = _checkpoints(args.path, finished)[-1]
-    if args.format == "huggingface":
-        _export_to_huggingface(checkpoint, args.out, args.ema, args.merge)
-    elif args.merge:
+    if args.merge and args.format != "huggingface":
         raise UserError(NOTHING_TO_MERGE)
+    if args.optimizer and args.format != "dcp":
+        raise UserError("--optimizer is for --format dcp")
+    if args.max_shard_size is not None and args.format == "dcp":
+        raise UserError("--max-shard-size is for files of safetensors, not for --format dcp")
+    if args.format == "huggingface":
+        _export_to_huggingface(checkpoint, args)
     else:
-        export(checkpoint, _model_config(checkpoint), args.out, args.ema)
+        export(checkpoint, _model_config(checkpoint), args.out, args.ema, _write(checkpoint, args))
     which = "averaged weights" if args.ema else "weights"
-    message = f"{args.out}: the {which} of {checkpoint}, in {' and '.join(dtypes(args.out))}"
-    print(printable(message))
+    more = " and the optimizer's state" if args.optimizer else ""
+    form = "" if args.format == "dcp" else f", in {' and '.join(dtypes(args.out))}"
+    print(printable(f"{args.out}: the {which}{more} of {checkpoint}{form}"))
 
 
-def _export_to_huggingface(checkpoint: Path, out: Path, ema: bool, merge: bool) -> None:
+def _write(checkpoint: Path, args: argparse.Namespace) -> Write | None:
+    """How to write the weights; None: into one file."""
+    if args.max_shard_size is not None:
+        return write_files_of(args.max_shard_size)
+    if args.format != "dcp":
+        return None
+    from hvdtrain.checkpoint.spread import read_part
+
+    return write_dcp(read_part(checkpoint, "optimizer") if args.optimizer else None)
+
+
+def _export_to_huggingface(checkpoint: Path, args: argparse.Namespace) -> None:
     from hvdtrain.checkpoint.spread import read_part
     from hvdtrain.models.gpt import GPT
     from hvdtrain.models.gpt_config import GPTConfig
@@ -158,21 +204,22 @@ def _export_to_huggingface(checkpoint: Path, out: Path, ema: bool, merge: bool) 
             f"{checkpoint} is of the task {config['task']}; only models of "
             "language_model and huggingface exist in transformers"
         )
-    weights = averaged_weights(checkpoint) if ema else read_part(checkpoint, "model")
+    weights = averaged_weights(checkpoint) if args.ema else read_part(checkpoint, "model")
     if config["task"] == "huggingface":
         from hvdtrain.config import parse
         from hvdtrain.tasks.huggingface import export_trained
 
         of_run = parse(["--config", str(_config_file(checkpoint))])
-        if merge and not of_run.task_config.lora.rank:
+        if args.merge and not of_run.task_config.lora.rank:
             raise UserError(NOTHING_TO_MERGE)
-        export_trained(of_run.task_config, weights, out, merge)
+        export_trained(of_run.task_config, weights, args.out, args.merge, args.max_shard_size)
         return
-    if merge:
+    if args.merge:
         raise UserError(NOTHING_TO_MERGE)
     weights = GPT.upgrade_checkpoint(weights)
     sizes = config["model"] | {"vocab_size": weights["embedding.weight"].shape[0]}
-    write_export(out, *to_huggingface(GPTConfig(**sizes), weights))
+    exported = to_huggingface(GPTConfig(**sizes), weights)
+    write_export(args.out, *exported, _write(checkpoint, args))
 
 
 def _config_file(checkpoint: Path) -> Path:

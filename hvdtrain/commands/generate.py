@@ -46,12 +46,13 @@ def run(args: argparse.Namespace) -> int:
     from hvdtrain.checkpoint.manager import CheckpointManager
     from hvdtrain.checkpoint.spread import read_part
     from hvdtrain.models.sampling import Sampling
+    from hvdtrain.tasks.huggingface import HuggingFace
     from hvdtrain.tasks.language_model import LanguageModel
 
-    if not issubclass(settings.task_class, LanguageModel):
+    if not issubclass(settings.task_class, (LanguageModel, HuggingFace)):
         raise UserError(
             f"{args.run} has the task {settings.config.task}; text is written by runs of "
-            "language_model"
+            "language_model and huggingface"
         )
     checkpoint = CheckpointManager(args.run / "checkpoints", keep=1).newest()
     if checkpoint is None:
@@ -61,9 +62,23 @@ def run(args: argparse.Namespace) -> int:
     model = task.trained_model(read_part(checkpoint.directory, "model"), args.tokenizer)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     sampling = Sampling(args.length, args.temperature, args.seed)
-    text = task.generate(model, args.prompt, sampling)
+    if isinstance(task, HuggingFace):
+        text = task.generate(model, args.prompt, sampling, _data_format(args.run))
+    else:
+        text = task.generate(model, args.prompt, sampling)
     print(encodable(text))
     return 0
+
+
+def _data_format(run: Path) -> str | None:
+    """Format of the run's data; None if it has none, or if an older version made the run."""
+    from hvdtrain.run_files.run_directory import RunDirectory
+    from hvdtrain.untrusted import read_json
+
+    try:
+        return read_json(RunDirectory(run).manifest).get("data_format")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{run}/manifest.json cannot be read: {error}") from None
 
 
 def _settings(run: Path) -> Settings:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from heapq import heapify, heapreplace
 
+from hvdtrain.data.order import spread
 from hvdtrain.runtime.mesh import ALONE, Group
 
 
@@ -37,16 +37,6 @@ def by_speed(micro_batches: int, seconds: Sequence[float], fixed: Sequence[float
     return counts
 
 
-def interleaved(counts: Sequence[int]) -> list[int]:
-    """Return the rank of each micro-batch of a step, from the number of micro-batches per rank."""
-    turns = sorted(
-        (Fraction(2 * number + 1, count), rank)
-        for rank, count in enumerate(counts)
-        for number in range(count)
-    )
-    return [rank for _, rank in turns]
-
-
 class Assignment:
     """The micro-batches of this rank in a step; changes between steps, identically on all ranks.
 
@@ -68,7 +58,7 @@ class Assignment:
     def change(self, counts: Sequence[int]) -> None:
         """Interleave the ranks, so that each rank's are spread over the step; `even`: j % ranks."""
         self.counts = list(counts)
-        of_replica = [j for j, rank in enumerate(interleaved(counts)) if rank == self._rank]
+        of_replica = [j for j, rank in enumerate(spread(counts)) if rank == self._rank]
         self._own = [j * self._shard.size + self._shard.rank for j in of_replica]
 
     @property

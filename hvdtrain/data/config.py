@@ -1,11 +1,111 @@
-"""Configuration of token data."""
+"""Configuration of token data, of loading and of the batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Literal
 
 from hvdtrain.errors import require
+
+# The proportions of a mixture hold exactly over this number of samples.
+PERIOD = 1000
+MOST_BUFFER = 1 << 24
+MOST_COUNTS = 10_000  # sources x changes of weights
+SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass
+class SourceConfig:
+    """A source of a mixture.
+
+    Args:
+        path: files, directories or globs to train on
+        weight: share of the samples, relative to the other sources' weights
+        validation: files, directories or globs for validation; empty = a fraction of `path`
+        source: kind of the files, see `data.source`; null = `data.source`
+        text_key: see `data.text_key`; null = `data.text_key`
+    """
+
+    path: list[str] | str = field(default_factory=list)
+    weight: float = 0.0
+    validation: list[str] | str = field(default_factory=list)
+    source: Literal["text", "jsonl", "parquet", "tokens"] | None = None
+    text_key: str | None = None
+
+
+def apportion(weights: Mapping[str, float], name: str) -> list[int]:
+    """Number of samples of each source in PERIOD samples, by the method of largest remainders.
+
+    Args:
+        name: of the weights, for messages.
+
+    Returns:
+        Counts that differ from the exact shares by less than 1.
+
+    Raises:
+        ValueError: a weight is negative or not finite, all are 0, or one is too small.
+    """
+    for source, weight in weights.items():
+        require(
+            math.isfinite(weight) and weight >= 0,
+            f"{name}: the weight of {source} must be a number >= 0, not {weight}",
+        )
+    shares = [Fraction(float(weight)) for weight in weights.values()]
+    require(any(shares), f"{name}: the weights of {', '.join(weights) or 'no source'} are all 0")
+    exact = [PERIOD * share / sum(shares) for share in shares]
+    counts = [int(share) for share in exact]
+    largest = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for i in largest[: PERIOD - sum(counts)]:
+        counts[i] += 1
+    for (source, weight), count in zip(weights.items(), counts, strict=True):
+        require(
+            count > 0 or weight == 0,
+            f"{name}: the weight {weight:g} of {source} is less than 1 in {PERIOD} samples: "
+            "increase it, or omit the source",
+        )
+    return counts
+
+
+def phases_of(
+    weights: Mapping[str, float], changes: Mapping[int, Mapping[str, float]], names: tuple[str, str]
+) -> list[tuple[int, list[int]]]:
+    """(first step, samples of each source in PERIOD samples), ascending, from step 0 on.
+
+    Args:
+        weights: weight of each source at the beginning.
+        changes: step -> weight of each source from this step on.
+        names: of both, for messages.
+
+    Raises:
+        ValueError: a weight or step cannot be used, or a source never has a weight.
+    """
+    for name in weights:
+        require(
+            bool(SOURCE_NAME.fullmatch(name)) and name != "scale",  # loss_scale is a metric
+            f"{names[0]}: {name!r} cannot name a source: use letters, digits, - and _, and not "
+            "'scale'",
+        )
+    phases = [(0, apportion(weights, names[0]))]
+    for step, changed in sorted(changes.items()):
+        where = f"{names[1]}, step {step}"
+        require(step >= 1, f"{where}: weights change at a step >= 1")
+        require(
+            changed.keys() == weights.keys(),
+            f"{where}: give a weight for each source of the mixture ({', '.join(weights)}) and no "
+            f"other, not for {', '.join(changed) or 'none'}",
+        )
+        phases.append((step, apportion({name: changed[name] for name in weights}, where)))
+    require(len(phases) * len(weights) <= MOST_COUNTS, f"{names[1]}: too many sources and steps")
+    for number, name in enumerate(weights):
+        require(
+            any(counts[number] for _, counts in phases),
+            f"{names[0]}: the weight of {name} is 0: increase it, or omit the source",
+        )
+    return phases
 
 
 @dataclass
@@ -25,6 +125,10 @@ class DataConfig:
         text_key: key of a JSON line, or column of a Parquet file, that holds its text
         document_mask: attention and learned positions restart at each document of a sample; an
             end-of-document token follows each document
+        mixture: name -> source, instead of `data.train` and `data.validation`: `path`, `weight`
+            and, if necessary, `validation`, `source`, `text_key`
+        mixture_weights: step -> {name: weight}: weights of all sources of `data.mixture` from this
+            step on
     """
 
     source: Literal["text", "jsonl", "parquet", "tokens"] = "text"
@@ -35,6 +139,9 @@ class DataConfig:
     cache: str | None = None
     text_key: str = "text"
     document_mask: bool = False
+    mixture: dict[str, SourceConfig] = field(default_factory=dict)
+    mixture_weights: dict[int, dict[str, float]] = field(default_factory=dict)
+    of_source: str = field(init=False, default="", repr=False)  # set by `sources`
 
     def __post_init__(self) -> None:
         if isinstance(self.train, str):
@@ -45,6 +152,9 @@ class DataConfig:
             0 < self.validation_fraction < 1,
             f"data.validation_fraction must lie in (0, 1), not {self.validation_fraction}",
         )
+        if self.mixture or self.mixture_weights:
+            self._check_mixture()
+            return
         files = "the token files made by `hvdtrain data tokenize`"
         require(
             self.source == "text" or bool(self.train),
@@ -56,6 +166,51 @@ class DataConfig:
             "data.tokenizer is for text; token files are tokenized already",
         )
 
+    def _check_mixture(self) -> None:
+        require(bool(self.mixture), "data.mixture_weights changes the weights of data.mixture")
+        require(
+            not (self.train or self.validation),
+            "data.mixture replaces data.train and data.validation: set only one of them",
+        )
+        self.phases()
+        for name, source in self.mixture.items():
+            require(bool(source.path), f"data.mixture.{name}.path: set files or directories")
+        require(
+            self.tokenizer is None or any(s.source != "tokens" for s in self.sources().values()),
+            "data.tokenizer is for text; token files are tokenized already",
+        )
+
+    def phases(self) -> list[tuple[int, list[int]]]:
+        """See `phases_of`, for `mixture`."""
+        weights = {name: source.weight for name, source in self.mixture.items()}
+        return phases_of(weights, self.mixture_weights, ("data.mixture", "data.mixture_weights"))
+
+    def sources(self) -> dict[str, DataConfig]:
+        """Configuration of each source of `mixture`; of all data, named "", without a mixture."""
+        if not self.mixture:
+            return {"": self}
+        found = {}
+        for name, source in self.mixture.items():
+            kind = source.source or self.source
+            found[name] = replace(
+                self,
+                source=kind,
+                train=source.path,
+                validation=source.validation,
+                tokenizer=None if kind == "tokens" else self.tokenizer,
+                text_key=self.text_key if source.text_key is None else source.text_key,
+                mixture={},
+                mixture_weights={},
+            )
+            found[name].of_source = name
+        return found
+
+    def key(self, split: str) -> str:
+        """Key that sets the files for "train" or "validation", for messages."""
+        if not self.of_source:
+            return f"data.{split}"
+        return f"data.mixture.{self.of_source}.{'path' if split == 'train' else split}"
+
 
 @dataclass
 class LoaderConfig:
@@ -64,14 +219,24 @@ class LoaderConfig:
     Args:
         workers: processes that load a rank's micro-batches ahead; 0 = the rank loads them itself
         prefetch: micro-batches that each of these processes loads ahead
+        order: `shuffled`, or `sequential`: shard after shard, shuffled within
+            `loader.shuffle_buffer`, for data that is slow to read at random positions
+        shuffle_buffer: consecutive samples that `sequential` shuffles together, over all ranks; it
+            needs no memory for them
     """
 
     workers: int = 0
     prefetch: int = 2
+    order: Literal["shuffled", "sequential"] = "shuffled"
+    shuffle_buffer: int = 16384
 
     def __post_init__(self) -> None:
         require(self.workers >= 0, f"loader.workers must be >= 0, not {self.workers}")
         require(self.prefetch >= 1, f"loader.prefetch must be >= 1, not {self.prefetch}")
+        require(
+            1 <= self.shuffle_buffer <= MOST_BUFFER,
+            f"loader.shuffle_buffer must lie in [1, {MOST_BUFFER}], not {self.shuffle_buffer}",
+        )
 
 
 @dataclass

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from hvdtrain.data.order import permute
+from hvdtrain.data.order import Indices, permute
 from hvdtrain.data.records import TarShards
 from hvdtrain.errors import UserError
 
@@ -288,6 +288,11 @@ class ImageShards(Dataset[tuple[Tensor, int]]):
 
     def __len__(self) -> int:
         return len(self._shards)
+
+    @property
+    def shard_samples(self) -> Indices:
+        """Number of samples of each shard, in the order of the samples."""
+        return self._shards.shard_samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         sample = self._shards[index]

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.buckets import SampleBuckets
 from hvdtrain.data.config import BatchConfig, LoaderConfig
-from hvdtrain.data.order import sample_order
+from hvdtrain.data.order import Order, build_order, specification_of
 from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.device import seed_all
@@ -66,7 +66,8 @@ class TrainLoader:
     different numbers of micro-batches, or none.
 
     Args:
-        dataset: at least one sample; map-style, or iterable with its own order.
+        dataset: at least one sample; map-style, or iterable with its own order. `loading.config`
+            and a mixture determine the order of a map-style dataset, see order.py.
         samples: start position in the order, in samples since the run's first.
         batch: sizes of a step and of a micro-batch.
         assignment: which micro-batches belong to this rank; read again in each step.
@@ -96,10 +97,14 @@ class TrainLoader:
         self._seed = seed
         self._loading = loading
         self._buckets = buckets
+        self._order: Order | None = None  # of a map-style dataset without buckets
         self.assignment = assignment
         self._own_order = has_own_order(dataset)
         self._batches: Iterator[Batch] = iter(())
         self._assigned: list[int] | None = None
+        if not self._own_order and buckets is None:
+            specification = specification_of(dataset, loading.config)
+            self._order = build_order(specification, seed, batch.global_size)
         if has_own_order(dataset):
             batches = IterableBatches(dataset, samples, batch, assignment, seed, loading.collate)
             pin_memory = loading.pin_memory
@@ -153,8 +158,9 @@ class TrainLoader:
         if self._buckets is not None:
             chosen = self._buckets.micro_batch(step * self._micro_batches + number)
         else:
-            start, size = samples + number * self._micro_size, len(self._dataset)  # type: ignore[arg-type]
-            chosen = sample_order(start, start + self._micro_size, size, self._seed).tolist()
+            assert self._order is not None
+            start = samples + number * self._micro_size
+            chosen = self._order.samples(start, start + self._micro_size).tolist()
         place = Place(step, number, chosen)
         batch = self._micro_batches_by_place()[place]
         if isinstance(batch, UserError):
@@ -199,15 +205,15 @@ class TrainLoader:
         Args:
             position: in the order, at which the step begins.
         """
-        size = len(self._dataset)  # type: ignore[arg-type]
+        assert self._order is not None
         # Several steps at once: the computation takes as long for 32 positions as for 1024.
         steps = max(1, _POSITIONS_AT_ONCE // self._global_size)
         if not len(self.assignment):
             return
         numbers = count(step)
         for start in count(position, steps * self._global_size):
-            order = sample_order(start, start + steps * self._global_size, size, self._seed)
-            for micro_batches in order.reshape(steps, -1, self._micro_size).tolist():
+            samples = self._order.samples(start, start + steps * self._global_size)
+            for micro_batches in samples.reshape(steps, -1, self._micro_size).tolist():
                 number = next(numbers)
                 for j in self._numbers(number):
                     yield Place(number, j, micro_batches[j])
@@ -239,12 +245,18 @@ class MicroBatches(Dataset[Batch]):
         """The micro-batch, or the error: raised in a worker, it would become a traceback."""
         seed_all(self._seed, place.step, place.number, self._kind)
         try:
-            several = getattr(self._dataset, "__getitems__", None)
-            if several is not None:
-                return self._collate(several(place.samples))
-            return self._collate([self._dataset[index] for index in place.samples])
+            return self._collate(read_samples(self._dataset, place.samples))
         except UserError as error:
             return error
+
+
+def read_samples(dataset: Dataset[Any], indices: Sequence[int]) -> list[Any]:
+    """The samples of a map-style dataset, read together if the dataset can do that."""
+    several = getattr(dataset, "__getitems__", None)
+    if several is None:
+        return [dataset[index] for index in indices]
+    samples: list[Any] = several(indices)
+    return samples
 
 
 def load(batches: MicroBatches, places: Iterable[Place], loading: Loading) -> Iterator[Batch]:

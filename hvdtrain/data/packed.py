@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,18 +47,18 @@ class PackedTokens:
         """
         train = TokenWindows(self.train, context)
         validation = TokenWindows(self.validation, context)
-        for name, windows in (("data.train", train), ("data.validation", validation)):
+        for split, windows in zip(_SPLITS, (train, validation), strict=True):
             if len(windows) == 0:
                 raise UserError(
-                    f"{name}: {windows.tokens} tokens (from {self._source(name)}) are too few for "
-                    f"one sample of {key} + 1 = {context + 1}"
+                    f"{self.data.key(split)}: {windows.tokens} tokens (from {self._source(split)}) "
+                    f"are too few for one sample of {key} + 1 = {context + 1}"
                 )
         return train, validation
 
-    def _source(self, name: str) -> str:
+    def _source(self, split: str) -> str:
         """Source of the tokens; validation falls back to a fraction of the training files."""
         data = self.data
-        named = data.validation if name == "data.validation" and data.validation else data.train
+        named = data.validation if split == "validation" and data.validation else data.train
         return ", ".join(named) or "the standard library"
 
 
@@ -73,15 +73,35 @@ def read_packed(data: DataConfig, tokenizer: Tokenizer | None) -> PackedTokens:
         train, validation = read_text(data, tokenizer)
         meta = replace(tokenizer.meta, separator=separator)
         return PackedTokens(data, [train], [validation], meta)
-    arrays, meta = read_token_files("data.train", data.train)
+    arrays, meta = read_token_files(data.key("train"), data.train)
     if data.validation:
-        held_out, other = read_token_files("data.validation", data.validation)
+        held_out, other = read_token_files(data.key("validation"), data.validation)
         if other != meta:
-            raise UserError(f"data.train is {meta}, but data.validation is {other}")
+            raise UserError(
+                f"{data.key('train')} is {meta}, but {data.key('validation')} is {other}"
+            )
         return PackedTokens(data, arrays, held_out, meta)
     *rest, last = arrays
     last, end = split_end(last, data.validation_fraction)
     return PackedTokens(data, [*rest, last], [end], meta)
+
+
+def common_meta(metas: Mapping[str, TokenMeta]) -> TokenMeta:
+    """Metadata of the tokens of all sources of a mixture.
+
+    Raises:
+        UserError: the sources have different tokenizers or separators.
+    """
+    first, *_ = found = list(metas.values())
+    separators = {meta.separator for meta in found}
+    tokenizers = {(meta.tokenizer, meta.vocab_size) for meta in found}
+    if len(tokenizers) > 1 or len(separators - {None}) > 1:
+        shown = "; ".join(f"{name}: {meta}" for name, meta in metas.items())
+        raise UserError(f"data.mixture: the sources were made with different tokenizers: {shown}")
+    if len(separators) == 1:
+        return first
+    # Some sources consist of records, which a token separates, and others of plain text.
+    return replace(first, separator=max(separator or 0 for separator in separators))
 
 
 def text_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
@@ -91,9 +111,9 @@ def text_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
         UserError: a configured pattern matches no file.
     """
     source, keys = config.source, ("data.source", "data.text_key")
-    train = document_files("data.train", config.train, source, keys)
+    train = document_files(config.key("train"), config.train, source, keys)
     if config.validation:
-        return train, document_files("data.validation", config.validation, source, keys)
+        return train, document_files(config.key("validation"), config.validation, source, keys)
     if len(train) == 1:
         return train, []
     return split_files(train, config.validation_fraction)

@@ -36,6 +36,9 @@ class ParquetRows(Dataset[dict[str, Any]]):
         cache: directory for indexes; None = next to the files.
         key: what the patterns come from, for messages.
 
+    Attributes:
+        shard_samples: number of rows of each file, int64, in the order of the samples.
+
     Raises:
         UserError: pyarrow is missing, or a file is broken or lacks a column.
     """
@@ -49,7 +52,8 @@ class ParquetRows(Dataset[dict[str, Any]]):
     ) -> None:
         self._files = Files(patterns, PARQUET, cache, key)
         self._columns = None if columns is None else list(columns)
-        self._starts = np.cumsum([0, *(int(index[-1]) for index in self._files.indexes)])
+        self.shard_samples = np.array([i[-1] for i in self._files.indexes], dtype=np.int64)
+        self._starts = np.cumsum([0, *self.shard_samples])
         self._groups: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
         for column in columns or ():
             check_column(self._files.paths[0], column, key)
@@ -67,7 +71,7 @@ class ParquetRows(Dataset[dict[str, Any]]):
 
     def fingerprint(self) -> Fingerprint:
         """16 hex digits that change with the files' names, numbers of rows, or content."""
-        return self._files.fingerprint([int(index[-1]) for index in self._files.indexes])
+        return self._files.fingerprint(self.shard_samples.tolist())
 
     def _table(self, file: int, group: int) -> pa.Table:
         found = self._groups.pop((file, group), None)

@@ -50,19 +50,23 @@ class Files:
 
 
 class _Records(Dataset[dict[str, Any]]):
-    """Samples that are stored one after the other in files."""
+    """Samples that are stored one after the other in files.
+
+    Attributes:
+        shard_samples: number of samples of each file, int64, in the order of the samples.
+    """
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        counts = [len(index) - 1 for index in files.indexes]
-        self._starts = np.cumsum([0, *counts])
+        self.shard_samples = np.array([len(index) - 1 for index in files.indexes], dtype=np.int64)
+        self._starts = np.cumsum([0, *self.shard_samples])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def fingerprint(self) -> Fingerprint:
         """16 hex digits that change with the files' names, numbers of samples, or content."""
-        return self._files.fingerprint([len(index) - 1 for index in self._files.indexes])
+        return self._files.fingerprint(self.shard_samples.tolist())
 
     def _read(self, number: int) -> tuple[Path, int, bytes]:
         """(file, offset, bytes) of a sample.

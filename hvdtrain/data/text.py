@@ -168,7 +168,7 @@ def documents(path: Path, source: str, text_key: str) -> Iterator[bytes]:
     if source not in RECORDS:
         yield read(path)
     else:
-        records = _lines(path) if source == "jsonl" else _rows(path, text_key)
+        records = json_lines(path) if source == "jsonl" else _rows(path, text_key)
         for where, record in records:
             text = record.get(text_key)
             if not isinstance(text, str):
@@ -177,7 +177,12 @@ def documents(path: Path, source: str, text_key: str) -> Iterator[bytes]:
             yield text.encode()
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("line 3", its object) of each line with characters, without an index of the file.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not a JSON object.
+    """
     start = 0
     try:
         with open(path, "rb") as opened:

@@ -76,6 +76,9 @@ class TokenWindows(Dataset[Tensor]):
     Args:
         arrays: tokens, 1-D, at least context + 1 of them together.
         context: number of tokens a sample trains on.
+
+    Attributes:
+        shard_samples: number of samples that begin in each array, int64.
     """
 
     def __init__(self, arrays: Sequence[TokenArray], context: int) -> None:
@@ -83,6 +86,8 @@ class TokenWindows(Dataset[Tensor]):
         self.context = context
         self.starts = np.cumsum([0] + [len(a) for a in arrays])
         self.tokens = int(self.starts[-1])
+        first_samples = np.minimum(-(-self.starts // context), len(self))
+        self.shard_samples = np.diff(first_samples).astype(np.int64)
 
     def __len__(self) -> int:
         return max(0, (self.tokens - 1) // self.context)

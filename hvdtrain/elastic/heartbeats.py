@@ -49,6 +49,11 @@ _DIGEST_BYTES = 16
 _MUTE_TIMES, _MUTE_SECONDS = 3, 0.05  # datagrams get lost
 
 
+def job_secret() -> bytes:
+    """Return the secret that the ranks of this process's elastic job share."""
+    return os.environ.get(_SECRET, "").encode()
+
+
 class Kind(IntEnum):
     """See the top of this file."""
 
@@ -106,7 +111,7 @@ class HeartbeatSender:
 
     def __init__(self, driver: DriverAddress, number: int, rank_port: int | None = None) -> None:
         self.number = number
-        self._secret = os.environ.get(_SECRET, "").encode()
+        self._secret = job_secret()
         self._driver = driver
         found = socket.getaddrinfo(*driver.place, type=socket.SOCK_DGRAM)
         family, kind, protocol = found[0][:3]

@@ -30,6 +30,7 @@ _JOIN_SECONDS, _EXCHANGE_SECONDS = 2.0, 5.0
 _HEAD_BYTES = 1 << 14
 _BODY_BYTES = 64 << 20
 _BACKLOG = 4096
+_COLUMNS = 256  # sent at the same time
 _NONCE_BYTES = 8  # at the start of a row: distinguishes a repeated request from the next exchange
 _REFUSED_SECONDS = 60.0  # between two messages about refused requests
 _STOP_SECONDS = 5.0
@@ -59,6 +60,7 @@ class RequestServer:
         self._generation = 0  # other threads set it
         self._refused, self._refused_at = 0, -_REFUSED_SECONDS
         self._loop = asyncio.new_event_loop()
+        self._columns = asyncio.Semaphore(_COLUMNS)
         self._stopped: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
         self._ready = threading.Event()
@@ -128,15 +130,18 @@ class RequestServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request, and close the connection."""
         try:
-            status, value = await self._request(reader, writer)
-            head = f"HTTP/1.0 {status} {HTTPStatus(status).phrase}\r\n"
-            writer.write(f"{head}Content-Length: {len(value)}\r\n\r\n".encode() + value)
+            answer = await self._request(reader, writer)
+            if answer is not None:
+                _send(writer, *answer)
         except (OSError, EOFError, ValueError, asyncio.TimeoutError):
             pass  # it went away, or speaks something else
         finally:
             writer.close()
 
-    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Answer:
+    async def _request(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> _Answer | None:
+        """Return the answer to a request, or None if it was sent."""
         try:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_SECONDS)
         except asyncio.LimitOverrunError:
@@ -167,7 +172,12 @@ class RequestServer:
         try:
             if len(words) == 4:
                 rank, size, generation = map(int, words[1:])
-                return await self._exchange(words[0], rank, size, generation, body)
+                exchange = self._enter(words[0], rank, size, generation, body)
+                if exchange is None:
+                    return _GIVEN_UP
+                del body  # of 240 kB each, if 10,000 ranks wait
+                await self._send_column(writer, exchange, rank)
+                return None
             return await self._report(words[0], int(words[1]), json.loads(body))
         except (KeyError, TypeError, ValueError):  # another version of hvdtrain
             return _BAD
@@ -186,17 +196,20 @@ class RequestServer:
             found = handle_report(self._driver, what, number, body)
         return _NOT_YET if found is None else (HTTPStatus.OK, json.dumps(found).encode())
 
-    async def _exchange(
+    def _enter(
         self, scope: str, rank: int, size: int, generation: int, row: bytes
-    ) -> _Answer:
-        """Wait until all ranks of a scope have sent their rows; return this rank's column.
+    ) -> _AddressExchange | None:
+        """Add a rank's row to an exchange; return None if the generation is not the current one.
 
         A row is a nonce and a value for each other rank in order, all of one length.
+
+        Raises:
+            ValueError: it is wrong.
         """
-        if not 0 <= rank < size:
-            return _BAD
+        if not 0 <= rank < size or size == 1:
+            raise ValueError(f"rank {rank} of {size}")
         if generation != self._generation:
-            return _GIVEN_UP
+            return None
         exchange = self._exchanges.get((generation, scope))
         # All ranks have their columns when the next exchange begins: contexts end with a barrier.
         if exchange is None or exchange.size != size or exchange.differs(rank, row):
@@ -204,12 +217,21 @@ class RequestServer:
                 exchange.give_up()
             exchange = self._exchanges[generation, scope] = _AddressExchange(size)
         exchange.add(rank, row)
+        return exchange
+
+    async def _send_column(
+        self, writer: asyncio.StreamWriter, exchange: _AddressExchange, rank: int
+    ) -> None:
+        """Wait until all ranks of a scope have sent their rows; send this rank's column."""
         if not exchange.over.is_set():
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(exchange.over.wait(), _EXCHANGE_SECONDS)
-        if exchange.given_up:
-            return _GIVEN_UP
-        return (HTTPStatus.OK, exchange.column(rank)) if exchange.over.is_set() else _NOT_YET
+        if exchange.given_up or not exchange.over.is_set():
+            _send(writer, *(_GIVEN_UP if exchange.given_up else _NOT_YET))
+            return
+        async with self._columns:
+            _send(writer, HTTPStatus.OK, exchange.column(rank))
+            await asyncio.wait_for(writer.drain(), _BODY_SECONDS)
 
     def _refuse(self, writer: asyncio.StreamWriter, request: str, why: str) -> _Answer:
         self._refused += 1
@@ -221,8 +243,16 @@ class RequestServer:
         return HTTPStatus.FORBIDDEN, b""
 
 
+def _send(writer: asyncio.StreamWriter, status: int, value: bytes) -> None:
+    head = f"HTTP/1.0 {status} {HTTPStatus(status).phrase}\r\n"
+    writer.write(f"{head}Content-Length: {len(value)}\r\n\r\n".encode() + value)
+
+
 class _AddressExchange:
     """Rows of the ranks of one context.
+
+    The values of a row have the same address and differ in a sequence number. Bytes that differ
+    within a row, usually 2 or 3 of 24, are stored for each pair of ranks, all others once.
 
     Attributes:
         over: set when all rows are there, or the exchange is given up.
@@ -232,15 +262,38 @@ class _AddressExchange:
         self.size = size
         self.given_up = False
         self.over = asyncio.Event()
-        self._rows: dict[int, bytes] = {}
+        self._nonces: dict[int, bytes] = {}
+        # By position in a value: its byte for each pair of ranks, row after row, or for each row.
+        self._of_pairs: dict[int, bytearray] = {}
+        self._of_rows: list[bytearray] = []
 
     def differs(self, rank: int, row: bytes) -> bool:
         """Whether a row is not of this exchange, which is complete."""
-        return len(self._rows) == self.size and self._rows[rank] != row
+        return len(self._nonces) == self.size and self._nonces[rank] != row[:_NONCE_BYTES]
 
     def add(self, rank: int, row: bytes) -> None:
-        self._rows[rank] = row
-        if len(self._rows) == self.size:
+        """Store a row.
+
+        Raises:
+            ValueError: its length differs from the other rows'.
+        """
+        length, left = divmod(len(row) - _NONCE_BYTES, self.size - 1)
+        if not self._nonces:
+            self._of_rows = [bytearray(self.size) for _ in range(length)]
+        if length != len(self._of_rows) or left:
+            raise ValueError(f"a row of {len(row)} bytes")
+        for position, of_rows in enumerate(self._of_rows):
+            values = row[_NONCE_BYTES + position :: length]
+            of_rows[rank] = values[0]
+            if position not in self._of_pairs and values.count(values[0]) < len(values):
+                pairs = b"".join(bytes([value]) * self.size for value in of_rows)
+                self._of_pairs[position] = bytearray(pairs)
+            if position in self._of_pairs:
+                begin = rank * self.size
+                with_own = values[:rank] + b"\0" + values[rank:]
+                self._of_pairs[position][begin : begin + self.size] = with_own
+        self._nonces[rank] = row[:_NONCE_BYTES]
+        if len(self._nonces) == self.size:
             self.over.set()
 
     def give_up(self) -> None:
@@ -250,10 +303,10 @@ class _AddressExchange:
 
     def column(self, rank: int) -> bytes:
         """Return the values that the other ranks, in order, have for this rank."""
-        length = (len(self._rows[rank]) - _NONCE_BYTES) // (self.size - 1)
-        parts = []
-        for other in range(self.size):
-            if other != rank:
-                begin = _NONCE_BYTES + (rank - (rank > other)) * length
-                parts.append(self._rows[other][begin : begin + length])
-        return b"".join(parts)
+        length = len(self._of_rows)
+        found = bytearray(self.size * length)
+        for position, of_rows in enumerate(self._of_rows):
+            pairs = self._of_pairs.get(position)
+            found[position::length] = of_rows if pairs is None else pairs[rank :: self.size]
+        del found[rank * length : (rank + 1) * length]
+        return bytes(found)

@@ -11,6 +11,7 @@ exchange (hvdtrain/exchange) do that during the last backward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
@@ -477,8 +478,10 @@ def means(names: Sequence[str], sums: Sequence[Sequence[float]], batches: int) -
                 EXIT_USER,
                 rank=0,
             )
-        # In training, means have no weight: their sums are means already.
-        found[name] = total / weight if weight else total
+        # In training, means have no weight: their sums are means already. The mean over no sample
+        # or token, such as the loss of a source that a step does not use, is unknown.
+        unknown = math.nan if pairs and name != "loss" else total
+        found[name] = total / weight if weight else unknown
     return found
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from hvdtrain.errors import require
 from hvdtrain.runtime.notices import parse_source
@@ -20,8 +21,9 @@ class RunConfig:
             checkpoint: with one of this run, every start returns to it; with one of another run,
             this run begins there
         init_from: initial weights of a new run: a run, a checkpoint, a safetensors file or
-            directory, or a Hugging Face directory with the layout of GPT-2 or Llama; a resumed run
-            keeps its own weights
+            directory, a Hugging Face directory with the layout of GPT-2 or Llama, or a directory of
+            torch.distributed.checkpoint, torchtitan or Megatron-LM; a resumed run keeps its own
+            weights
         init_strict: names and shapes of the initial weights must match the model; false loads only
             those that match
     """
@@ -41,6 +43,42 @@ class RunConfig:
 
 
 @dataclass
+class SpikeConfig:
+    """Loss spikes, see engine/spikes.py.
+
+    Args:
+        action: what happens if the loss of a step is a spike: the update is skipped (`skip`), the
+            run returns to its newest checkpoint and continues with the samples after the step
+            (`rollback`), or nothing (`none`)
+        window: number of the last losses with which a loss is compared; detection begins when the
+            window is full. After a tenth as many consecutive spikes a step is applied anyway
+        factor: a loss is a spike if it exceeds the median of the window by more than this many
+            standard deviations, estimated by the median absolute deviation; > 1
+    """
+
+    action: Literal["none", "skip", "rollback"] = "none"
+    window: int = 100
+    factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        require(self.window >= 2, f"train.spike.window must be >= 2, not {self.window}")
+        require(
+            self.factor > 1 and math.isfinite(self.factor),
+            f"train.spike.factor must be > 1, not {self.factor}",
+        )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether spikes are detected."""
+        return self.action != "none"
+
+    @property
+    def most_in_a_row(self) -> int:
+        """Consecutive spikes after which a step is applied whatever its loss."""
+        return max(1, self.window // 10)
+
+
+@dataclass
 class TrainConfig:
     """The training loop.
 
@@ -57,6 +95,7 @@ class TrainConfig:
             scale) before the run ends with exit code 3
         replica_check_every: steps between comparisons of the ranks' states, which are also compared
             before each checkpoint; 0 = never
+        spike: loss spikes
     """
 
     steps: int = 1000
@@ -65,6 +104,7 @@ class TrainConfig:
     log_every: int = 1
     max_nonfinite: int = 10
     replica_check_every: int = 100
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
 
     def __post_init__(self) -> None:
         require(

@@ -41,10 +41,13 @@ class LocalSteps:
         self._step.begin(batches, assignment, flags)
 
     def end(
-        self, lr: float | None, advance: Callable[[StepResult], None] = lambda result: None
+        self,
+        lr: float | None,
+        advance: Callable[[StepResult], None] = lambda result: None,
+        loss_limit: float | None = None,
     ) -> StepResult:
         """End the step, see TrainStep, and average the ranks' states if it is due."""
-        result, step = self._step.end(lr, advance), self._number
+        result, step = self._step.end(lr, advance, loss_limit), self._number
         pauses = result.stop or result.membership_changed or result.finish
         if pauses or step % self._exchange.every == 0 or step >= self._last:
             with self._timer.inside(self._phase):

@@ -12,6 +12,7 @@
             on_step(loop, record)      evaluate adds to the record, log writes it,
                                        checkpoint saves the state that log recorded
         too many consecutive non-finite steps: end with exit code 3
+        a loss spike with train.spike.action rollback: end of this generation, without callbacks
         processes join or leave: end of this generation
     for each callback: close()         always, also after an error; called by the generation
 
@@ -48,6 +49,7 @@ from hvdtrain.engine.accumulate import RankPasses
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.replay import StepDiscarded
 from hvdtrain.engine.script_state import ScriptState
+from hvdtrain.engine.spikes import Spike, exceeds, loss_limit, passed_over
 from hvdtrain.engine.step import AppliedSteps, Flags, StepResult
 from hvdtrain.errors import EXIT_NOT_FINITE, UserError
 from hvdtrain.log import logger
@@ -71,6 +73,10 @@ class MembershipChanged(Exception):
     """All ranks have agreed, after a step, that processes join or leave."""
 
 
+class SpikeRollback(Exception):
+    """All ranks have agreed, after a step, to return to a checkpoint, see Progress.spike."""
+
+
 class Callback(Protocol):
     """One concern that observes the loop. Every rank has the same callbacks."""
 
@@ -92,7 +98,7 @@ class TrainingPlan:
 
     Args:
         learning_rate: rate of step s, from 0; None: the optimizer's own.
-        step_samples: samples of step s, over all ranks together.
+        step_samples: samples of global batch b of the order, from 0, over all ranks together.
         dataset_size: samples of an epoch.
     """
 
@@ -124,30 +130,46 @@ class Progress:
 
     Args:
         step: optimizer steps done, including skipped ones
-        samples: samples used, which is the position in the sample order
+        samples: samples used or passed over, which is the position in the sample order
         nonfinite: steps skipped because of a non-finite gradient, which a lower loss scale would
             not have changed
         nonfinite_in_a_row: number of the latest steps that were skipped for this reason
+        losses: with train.spike, the losses of the last applied steps
+        spikes: steps whose loss was a spike, including those that a rollback has undone
+        spikes_in_a_row: number of the latest steps whose loss was a spike
+        rollbacks: returns to a checkpoint because of a spike, see spikes.Rollback
         evaluations: [step, validation loss] from the best evaluation to the latest, for early
             stopping and the best checkpoint; a non-finite loss is None and never the best.
             Identical on all ranks, because the losses are all-reduced
         preempted: the ranks have agreed to stop here
         record: record of the last step, as passed to the callbacks; None if this process has done
             no step
+        spike: the last step was this spikes.Spike, and the ranks have agreed to return to a
+            checkpoint; such a state is never saved
     """
 
     step: int = 0
     samples: int = 0
     nonfinite: int = 0
     nonfinite_in_a_row: int = 0
+    losses: list[float] = field(default_factory=list)
+    spikes: int = 0
+    spikes_in_a_row: int = 0
+    rollbacks: list[list[int]] = field(default_factory=list)
     evaluations: Evaluations = field(default_factory=list)
     preempted: bool = False
     record: StepRecord | None = None
+    spike: dict[str, Any] | None = None
+
+    @property
+    def batch(self) -> int:
+        """Number of global batches used or passed over: the next one's number in the order."""
+        return self.step + passed_over(self.rollbacks)
 
     def state_dict(self) -> dict[str, Any]:
         """Fields that a checkpoint keeps."""
         kept = asdict(self)
-        del kept["preempted"], kept["record"]
+        del kept["preempted"], kept["record"], kept["spike"]
         return kept
 
 
@@ -162,7 +184,12 @@ class Stepper(Protocol):
 
     def fail(self) -> None: ...
 
-    def end(self, lr: float | None, advance: Callable[[StepResult], None] = ...) -> StepResult: ...
+    def end(
+        self,
+        lr: float | None,
+        advance: Callable[[StepResult], None] = ...,
+        loss_limit: float | None = ...,
+    ) -> StepResult: ...
 
     def complete(self) -> None: ...
 
@@ -407,7 +434,7 @@ class Loop:
     @property
     def step_samples(self) -> int:
         """Samples of the last step, over all ranks together."""
-        return self._step_samples(self.progress.step - 1)
+        return self._step_samples(self.progress.batch - 1)
 
     @property
     def preempted(self) -> bool:
@@ -460,6 +487,7 @@ class Loop:
             AgreedError: exit code 3, the gradients remained non-finite.
             RankLostError: another rank is gone.
             MembershipChanged: processes join or leave.
+            SpikeRollback: the loss of the last step was a spike.
         """
         progress = self.progress
         if self._script is not None:
@@ -489,6 +517,8 @@ class Loop:
                 raise MembershipChanged from None
             self._loader.go_back(self.progress.samples)
             return  # the loop repeats the step
+        if self.progress.spike is not None:
+            raise SpikeRollback
         if logs:
             self._call_back({**(self.progress.record or {}), **step.values})
 
@@ -502,6 +532,7 @@ class Loop:
         for callback in self._callbacks:
             self._heartbeat.beat(Activity.PREPARING)
             callback.on_step(self, record)
+        self._warn_of_spike(record)
         self._check_finite()
 
     def refuse_collectives(self) -> None:
@@ -520,8 +551,9 @@ class Loop:
             membership_changed=self._interruptions.membership_changed(),
             step=self.progress.step,
             finish=self._interruptions.finish(),
+            batch=self.progress.batch,
         )
-        self._stepper.begin(self._loader.next_step(flags.step), self.assignment, flags)
+        self._stepper.begin(self._loader.next_step(flags.batch), self.assignment, flags)
 
     def train_step(self) -> None:
         """Run the passes with the task's loss."""
@@ -538,7 +570,10 @@ class Loop:
     def end_step(self) -> None:
         """Exchange the gradients and update; `_advance` counts the step."""
         progress = self.progress
-        result = self._stepper.end(self._learning_rate(progress.step), self._advance)
+        config, rate = self.train.spike, self._learning_rate(progress.step)
+        skips = progress.spikes_in_a_row < config.most_in_a_row
+        limit = loss_limit(config, progress.losses) if skips else None
+        result = self._stepper.end(rate, self._advance, limit)
         try:
             self._stepper.complete()
         finally:
@@ -556,7 +591,8 @@ class Loop:
             self._script.result = self.result
             self._script.keep()
         progress.samples += result.used.samples
-        nonfinite = not result.applied and not result.overflow
+        self._note_loss(result)
+        nonfinite = not result.applied and not result.overflow and result.spike_limit is None
         progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if nonfinite else 0
         progress.nonfinite += nonfinite
         # A stop request in the last step has no effect: the run is finished anyway.
@@ -570,6 +606,32 @@ class Loop:
                 progress.step,
                 result.loss_scale,
             )
+
+    def _note_loss(self, result: StepResult) -> None:
+        """Add the loss of the step that was just counted to the window, or note the spike."""
+        progress, config, loss = self.progress, self.train.spike, result.values["loss"]
+        if result.spike_limit is not None:
+            progress.spikes += 1
+            progress.spikes_in_a_row += 1
+            # A script that wants this step to be the last one gets no further step.
+            if config.action == "rollback" and not result.finish:
+                progress.spike = Spike(progress.step, loss, result.spike_limit)._asdict()
+        elif result.applied and config.enabled:
+            before = progress.losses
+            if progress.spikes_in_a_row and exceeds(loss, loss_limit(config, before)):
+                before = []
+                if self.topology.rank == 0:
+                    logger.warning(
+                        "step %d: loss %.4f after %d spikes in a row: applied as a new level of "
+                        "the loss (train.spike)",
+                        progress.step,
+                        loss,
+                        progress.spikes_in_a_row,
+                    )
+            # A new list: snapshots of the progress keep the old one.
+            kept = [*before, loss] if math.isfinite(loss) else before
+            progress.losses = kept[-config.window :]
+            progress.spikes_in_a_row = 0
 
     def _record(self, result: StepResult, seconds: float) -> StepRecord:
         progress = self.progress
@@ -589,8 +651,18 @@ class Loop:
             **result.used.metrics(seconds),
             **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
             **({} if result.applied else {"skipped": True}),
+            **({} if result.spike_limit is None else {"spike": True}),
             **({"overflow": True} if result.overflow else {}),
         }
+
+    def _warn_of_spike(self, record: StepRecord) -> None:
+        if "spike" in record and self.topology.rank == 0:
+            logger.warning(
+                "step %d: loss %.4f is a spike (train.spike); skipped on all ranks (%d in a row)",
+                record["step"],
+                record["loss"],
+                self.progress.spikes_in_a_row,
+            )
 
     def _check_finite(self) -> None:
         in_a_row = self.progress.nonfinite_in_a_row

@@ -36,8 +36,9 @@ import torch
 from torch import Tensor
 
 from hvdtrain import comm
-from hvdtrain.data.assignment import Assignment, interleaved
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.loader import Batch, TrainLoader, to_device
+from hvdtrain.data.order import spread
 from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.integrity import DIGEST_BYTES, SKETCH, ShardSums, TensorHash
 from hvdtrain.errors import EXIT_CRASH, crash
@@ -97,7 +98,7 @@ def checkers(hosts: Sequence[str], able: Sequence[int], turn: int) -> dict[int, 
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """Which steps are replayed, and by which ranks; a pure function of the step.
+    """Which global batches are replayed, and by which ranks; a pure function of their number.
 
     Args:
         every: steps between replays; 0 = never.
@@ -109,21 +110,21 @@ class ReplayPlan:
     rank: int
     hosts: Sequence[str]
 
-    def checkers(self, step: int, counts: Sequence[int]) -> dict[int, int]:
+    def checkers(self, batch: int, counts: Sequence[int]) -> dict[int, int]:
         """Return the checker of each rank in a step; empty if nothing is replayed.
 
         Args:
-            step: its number in the run, from 0.
+            batch: number of the step's global batch, see Flags.
             counts: micro-batches per rank.
         """
-        if not self.every or (step + 1) % self.every:
+        if not self.every or (batch + 1) % self.every:
             return {}
         able = [rank for rank, count in enumerate(counts) if count]
-        return checkers(self.hosts, able, step // self.every)
+        return checkers(self.hosts, able, batch // self.every)
 
-    def replayed(self, step: int, counts: Sequence[int]) -> int | None:
+    def replayed(self, batch: int, counts: Sequence[int]) -> int | None:
         """Return the micro-batch that this rank replays in a step; None: none."""
-        for subject, checker in self.checkers(step, counts).items():
+        for subject, checker in self.checkers(batch, counts).items():
             if checker == self.rank:
                 return first_of(subject, counts)
         return None
@@ -143,7 +144,7 @@ class ReplayPlan:
 
 def first_of(rank: int, counts: Sequence[int]) -> int:
     """Return the number of a rank's first micro-batch in a step."""
-    return interleaved(counts).index(rank)
+    return spread(counts).index(rank)
 
 
 # --- fingerprints of gradients ------------------------------------------------
@@ -341,6 +342,7 @@ class Replay:
         self._all = {trained.names[p]: p for p in trained.in_order}
         self._trained: dict[str, Tensor] = {}  # of these, trained before this step
         self._hash = TensorHash()
+        self._batch = 0  # of this step, see Flags
         self._counts: Sequence[int] = ()
         self._own: Fingerprint | None = None
         self._theirs: Fingerprint | None = None
@@ -351,26 +353,26 @@ class Replay:
         self._repeated = -1  # the last step that was repeated
 
     def follow(
-        self, batches: Iterator[Batch], assignment: Assignment, step: int
+        self, batches: Iterator[Batch], assignment: Assignment, batch: int
     ) -> Iterator[Batch]:
         """Return this rank's micro-batches; taking them replays and hashes, if it is due.
 
         Args:
             batches: the loader's, of this step.
-            step: its number in the run, from 0.
+            batch: number of the step's global batch, see Flags.
         """
-        self._counts = [*assignment.counts]
-        if not self._plan.checkers(step, self._counts):
+        self._batch, self._counts = batch, [*assignment.counts]
+        if not self._plan.checkers(batch, self._counts):
             return batches
-        return self._followed(batches, step)
+        return self._followed(batches)
 
-    def _followed(self, batches: Iterator[Batch], step: int) -> Iterator[Batch]:
+    def _followed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         self._own = self._theirs = None
         self._error = ""
         self._trained = {name: p for name, p in self._all.items() if p.requires_grad}
         buffers = dict(self._passes.model.named_buffers())
         self._buffers = self._hash(buffers) if buffers else _NONE
-        if self._plan.replayed(step, self._counts) is not None:
+        if self._plan.replayed(self._batch, self._counts) is not None:
             batch = next(batches)
             if not self._off:
                 self._theirs = self._attempt(lambda: batch)
@@ -427,7 +429,7 @@ class Replay:
             AgreedError: a gradient is wrong, and the run cannot continue on these hosts.
             RankLostError: another rank is gone.
         """
-        checker_of = {} if self._off else self._plan.checkers(step, self._counts)
+        checker_of = {} if self._off else self._plan.checkers(self._batch, self._counts)
         if checker_of:
             with self._context.timer.inside("other"):
                 self._compare(step, checker_of)
@@ -493,7 +495,7 @@ class Replay:
         found = []
         try:
             for _ in range(2):
-                load = partial(self._loader.load, step, number, self._position())
+                load = partial(self._loader.load, self._batch, number, self._position())
                 found.append(self._attempt(load))
         finally:
             with torch.no_grad():

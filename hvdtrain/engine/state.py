@@ -19,8 +19,10 @@ from hvdtrain.checkpoint.format import Checkpoint, SharedDirectory, read_files_o
 from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
 from hvdtrain.checkpoint.spread import open_part, to_current_names
 from hvdtrain.data.files import former_of
+from hvdtrain.data.order import SHUFFLED
 from hvdtrain.engine.integrity import ShardHash, TensorHash, whole_digest
 from hvdtrain.engine.loop import Callback, Loop, Progress, StepRecord
+from hvdtrain.engine.spikes import Rollback
 from hvdtrain.engine.step import AppliedSteps
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
@@ -36,8 +38,9 @@ from hvdtrain.untrusted import checked, is_of
 FORMAT = 2
 _READABLE = (1, 2)
 PRECISION = "precision.name"  # its name in an identity
+ORDER = "the order of the samples"  # as of data.order.describe
 # Values that apply to checkpoints which do not name them.
-_ONCE = {PRECISION: "float32"}
+_ONCE = {PRECISION: "float32", ORDER: SHUFFLED}
 
 
 @dataclass
@@ -150,10 +153,14 @@ class RunState:
             known = is_of(progress.evaluations, list[list[float | None]])
             if not known or not all(len(pair) == 2 and pair[0] for pair in progress.evaluations):
                 raise ValueError("evaluations")
+            if any(len(one) != len(Rollback._fields) for one in progress.rollbacks):
+                raise ValueError("rollbacks")
         except ValueError as error:
             raise UserError(f"this is not a checkpoint of hvdtrain ({error})") from None
         for name, own in self.identity.items():
             before = theirs.get(name, _ONCE.get(name))
+            if name == ORDER:
+                own, before = (_order_until(progress.step, order) for order in (own, before))
             if before not in (own, former_of(own) or own):
                 raise UserError(
                     f"{name} was {before} at the checkpoint of step {state['step']} and "
@@ -389,6 +396,14 @@ def _empty(layout: Mapping[str, Any]) -> dict[str, Tensor]:
         name: torch.empty(shape, dtype=getattr(torch, dtype))
         for name, (shape, dtype) in layout.items()
     }
+
+
+def _order_until(step: int, described: Any) -> str:
+    """Format what `describe` says of the order before a step; later changes are allowed."""
+    if not is_of(described, list[list[int | str]]) or any(len(one) != 2 for one in described):
+        return str(described)
+    parts = [one for one in described if not isinstance(one[0], int) or one[0] < max(step, 1)]
+    return "; ".join(f"from step {first} on {text}" if first else text for first, text in parts)
 
 
 def _all_tensors(model: nn.Module) -> list[Tensor]:

@@ -11,7 +11,8 @@ TrainStep runs a step in this order:
    complete, compressed if configured (see hvdtrain/exchange/base.py for when).
 4. Wait for the gradients of the global batch and for the control vector. In a step with replays
    (replay.py), compare the gradients of the replayed micro-batches.
-5. Scale the gradients, compute their norm, clip them (Update.prepare).
+5. Compare the loss with its limit (spikes.py). Scale the gradients, compute their norm, clip them
+   (Update.prepare).
 6. In an elastic run whose ranks hold shards, wait until every rank can apply the update
    (parallel/agreement.py).
 7. Update parameters, optimizer state and progress without communication (TrainStep._commit).
@@ -56,6 +57,7 @@ from hvdtrain.engine.accumulate import (
     means,
 )
 from hvdtrain.engine.replay import Replay
+from hvdtrain.engine.spikes import exceeds
 from hvdtrain.errors import EXIT_USER
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.optim.loss_scale import LossScale
@@ -78,12 +80,15 @@ class Flags:
         membership_changed: this rank was notified that processes join or leave.
         step: steps done before this one.
         finish: this rank's script wants this step to be the last one.
+        batch: number of the step's global batch in the run's order, from 0: `step`, unless the run
+            has passed over batches, see spikes.py.
     """
 
     stop: bool
     membership_changed: bool
     step: int
     finish: bool = False
+    batch: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ class StepResult:
         values: float64, "loss" and the task's metrics as means over the global batch
         grad_norm: gradient norm of the global batch, before clipping; with local SGD the root mean
             square of the ranks' gradient norms
-        applied: False if the gradient was not finite and the step was skipped
+        applied: False if the step was skipped: its gradient was not finite, or its loss a spike
+        spike_limit: the limit that the loss exceeded; None: the loss is not a spike
         loss_scale, overflow: see UpdateResult
         stop: some rank received a request to stop
         membership_changed: some rank was notified that processes join or leave
@@ -107,6 +113,7 @@ class StepResult:
     values: dict[str, float]
     grad_norm: float
     applied: bool
+    spike_limit: float | None
     loss_scale: float | None
     overflow: bool
     stop: bool
@@ -120,10 +127,11 @@ class StepResult:
 class TrainStep:
     """Turn micro-batches into one update of the model, identical on every rank.
 
-    A step that is skipped (its gradient was not finite) leaves parameters, optimizer state and
-    saved buffers (see SavedBuffers) bitwise identical to their values before the step, on every
-    rank. So does a step that fails, on each rank that has not applied the update: with an
-    Agreement, other ranks may have applied it. (LocalSteps wraps the step for local SGD.)
+    A step that is skipped (its gradient was not finite, or its loss is a spike) leaves parameters,
+    optimizer state and saved buffers (see SavedBuffers) bitwise identical to their values before
+    the step, on every rank. So does a step that fails, on each rank that has not applied the
+    update: with an Agreement, other ranks may have applied it. (LocalSteps wraps the step for local
+    SGD.)
 
     Args:
         batch: sizes of a step and of a micro-batch.
@@ -183,8 +191,8 @@ class TrainStep:
         self._update.clear()
         self._exchange.begin(len(assignment))
         if self._replay is not None:
-            batches = self._replay.follow(batches, assignment, flags.step)
-        used = self._used(assignment, flags.step)
+            batches = self._replay.follow(batches, assignment, flags.batch)
+        used = self._used(assignment, flags.batch)
         control = ControlVector(flags, used, self._sizes, self._context)
         self._open = _OpenStep(batches, assignment, flags, control, phase)
 
@@ -211,12 +219,16 @@ class TrainStep:
         self._context.timer.enter(self._open.phase)
 
     def end(
-        self, lr: float | None, advance: Callable[[StepResult], None] = lambda result: None
+        self,
+        lr: float | None,
+        advance: Callable[[StepResult], None] = lambda result: None,
+        loss_limit: float | None = None,
     ) -> StepResult:
         """Exchange the gradients and update the model.
 
         Args:
             lr: learning rate; None: leave that of the optimizer.
+            loss_limit: skip the step if its loss exceeds this limit or is NaN; None: no limit.
             advance: advances other state, such as Progress. It is called together with the
                 parameter update, even if the update is deferred.
 
@@ -232,13 +244,14 @@ class TrainStep:
             try:
                 sums = self._reduce_gradients()
                 timer.enter("optimizer")
-                self._check(sums, flags.step)
+                self._check(sums, flags)
                 if self._replay is not None:
                     self._replay.compare(flags.step)
                 values = means(self._passes.forward.names, sums.rows, self._batch.micro_batches)
                 self._exchange.trained.drop_frozen([ranks > 0 for ranks in sums.frozen])
                 scale = self._passes.forward.gradient_scale(sums.loss_weight)
-                ready = self._update.prepare(lr, scale)
+                exceeded = loss_limit if exceeds(values["loss"], loss_limit) else None
+                ready = self._update.prepare(lr, scale, exceeded)
             except Exception:  # torch's collectives raise other errors than Horovod's
                 self._buffers.restore()
                 raise
@@ -265,19 +278,19 @@ class TrainStep:
         heartbeat.beat(Activity.WORKING)
         return sums
 
-    def _used(self, assignment: Assignment, step: int) -> BatchUsage:
+    def _used(self, assignment: Assignment, batch: int) -> BatchUsage:
         """Samples and tokens of this rank's micro-batches; zero if another rank counts them."""
         if not self._context.mesh.leads:
             return BatchUsage(0)
         if self._buckets is None:
             return BatchUsage(len(assignment) * self._batch.micro_size)
-        return self._buckets.used(step * self._batch.micro_batches + j for j in assignment)
+        return self._buckets.used(batch * self._batch.micro_batches + j for j in assignment)
 
-    def _check(self, sums: ControlSums, step: int) -> None:
+    def _check(self, sums: ControlSums, flags: Flags) -> None:
         """Raise RuntimeError unless all ranks did the same step and used the whole global batch."""
-        ranks, samples = self._context.mesh.world.size, self._batch.global_size
+        step, ranks, samples = flags.step, self._context.mesh.world.size, self._batch.global_size
         if self._buckets is not None:
-            samples = self._buckets.samples_of(step, self._batch.micro_batches)
+            samples = self._buckets.samples_of(flags.batch, self._batch.micro_batches)
         if sums.steps != step * ranks or sums.used.samples != samples:
             raise RuntimeError(
                 f"step {step + 1}: ranks disagree: sum of steps {sums.steps:.0f} (expected "
@@ -341,6 +354,7 @@ class TrainStep:
             values=values,
             grad_norm=updated.grad_norm,
             applied=updated.applied,
+            spike_limit=ready.spike_limit,
             loss_scale=updated.loss_scale,
             overflow=updated.overflow,
             stop=sums.stops > 0,
@@ -497,13 +511,20 @@ class ReadyUpdate:
 
     Args:
         grad_norm: see UpdateResult
-        applied: whether the commit will change parameters: the norm is finite
+        finite: whether the norm is finite
+        spike_limit: the limit that the loss exceeded; None also if the norm is not finite
         gradients: clipped gradient of each parameter
     """
 
     grad_norm: float
-    applied: bool
+    finite: bool
+    spike_limit: float | None
     gradients: list[Tensor | None]
+
+    @property
+    def applied(self) -> bool:
+        """Whether the commit will change parameters."""
+        return self.finite and self.spike_limit is None
 
 
 @dataclass(frozen=True)
@@ -512,7 +533,8 @@ class UpdateResult:
 
     Args:
         grad_norm: gradient norm before clipping, see Exchange.agreed_norm
-        applied: False if the norm was not finite: parameters and optimizer state are unchanged
+        applied: False if the norm was not finite or the loss a spike: parameters and optimizer
+            state are unchanged
         loss_scale: loss scale of this step's loss, with fp16
         overflow: the gradient was not finite, and the loss scale may be too high
     """
@@ -562,7 +584,9 @@ class Update:
         """Drop the gradients of the previous step."""
         self._optimizer.zero_grad()
 
-    def prepare(self, lr: float | None, gradient_scale: float) -> ReadyUpdate:
+    def prepare(
+        self, lr: float | None, gradient_scale: float, spike_limit: float | None = None
+    ) -> ReadyUpdate:
         """Scale, check and clip the gradients; parameters and optimizer state stay unchanged.
 
         All ranks make the same decision: every rank holds the bitwise identical gradient, or (with
@@ -572,6 +596,7 @@ class Update:
             lr: base learning rate; a group with an lr_scale uses lr * lr_scale. None: leave the
                 optimizer's.
             gradient_scale: factor applied to the gradients first.
+            spike_limit: the limit that the loss exceeded: the step will be skipped.
 
         Raises:
             RankLostError: another rank is gone.
@@ -585,21 +610,22 @@ class Update:
             torch._foreach_mul_(own, gradient_scale)
         norm = self._total_norm([p for p in parameters if p.grad is not None])
         common = self._exchange.agreed_norm(norm)
-        applied = bool(torch.isfinite(common))
-        if applied:
+        finite = bool(torch.isfinite(common))
+        if finite and spike_limit is None:
             if self._clip_norm > 0:
                 _clip(own, self._clip_norm, norm)  # with local SGD, by the norm of this rank
             if lr is not None:
                 set_learning_rate(self._optimizer, lr)
-        return ReadyUpdate(float(common), applied, [p.grad for p in parameters])
+        limit = spike_limit if finite else None
+        return ReadyUpdate(float(common), finite, limit, [p.grad for p in parameters])
 
     def commit(self, ready: ReadyUpdate) -> UpdateResult:
-        """Update the parameters, unless the gradient is not finite; needs no communication."""
+        """Update the parameters, unless the step is skipped; needs no communication."""
         if ready.applied:
             self._optimizer.step()
         if self._loss_scale is None:
             return UpdateResult(ready.grad_norm, ready.applied)
-        used, overflow = self._loss_scale.value, self._loss_scale.update(ready.applied)
+        used, overflow = self._loss_scale.value, self._loss_scale.update(ready.finite)
         return UpdateResult(ready.grad_norm, ready.applied, used, overflow)
 
     def restore_gradients(self, ready: ReadyUpdate) -> None:
@@ -645,7 +671,7 @@ class AppliedSteps:
         self.count += 1
 
     def skip(self) -> None:
-        """Count a step that changes no tensor: its gradient was not finite."""
+        """Count a step that changes no tensor."""
         self.count += 1
 
     def check(self, step: int) -> None:

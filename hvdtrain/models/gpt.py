@@ -198,13 +198,26 @@ class GPT(nn.Module):
         """This rank's tokens of `x`, whose dimension `dim` is the tokens of a sequence."""
         return x if self.split is None else self.split(x, dim)
 
-    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        documents: Tensor | None = None,
+        of_samples: Tensor | None = None,
+    ) -> Tensor:
         """Mean cross-entropy in nats per token, a scalar; arguments (batch, time) int64.
 
         If ranks share a sequence, it is this rank's share; the shares add up to the mean.
+
+        Args:
+            of_samples: (batch,) float64, receives the sum over each sample's tokens, without a
+                gradient; also this rank's share.
         """
         local = self.local(targets)
-        mean = cross_entropy(self(tokens, documents), local)
+        each = None if of_samples is None else torch.empty_like(local, dtype=torch.float32)
+        mean = cross_entropy(self(tokens, documents), local, each)
+        if of_samples is not None and each is not None:
+            of_samples.copy_(each.double().sum(dim=1))
         return mean if self.split is None else mean * (local.numel() / targets.numel())
 
     def set_tensor_part(self, rank: int, size: int) -> None:

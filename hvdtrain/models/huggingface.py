@@ -7,8 +7,7 @@ https://huggingface.co/docs/transformers/model_doc/gpt2, .../gpt_neox and .../ll
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.models.name_tables import GPT2, LLAMA, LLAMA_MODULES, check_facts
 
 
 def to_huggingface(
@@ -87,18 +87,6 @@ def _layout(config: GPTConfig) -> str:
 # GPT-2: learned positions, and matrices whose rows are the layer's inputs.
 
 _GPT2_ACTIVATION = "gelu_pytorch_tanh"
-_GPT2_NAMES = (
-    (r"^wte\.", "embedding."),
-    (r"^wpe\.", "positions."),
-    (r"^ln_f\.", "norm."),
-    (r"^lm_head\.", "head."),
-    (r"^h\.", "blocks."),
-    (r"\.ln_(\d)\.", r".norm\1."),
-    (r"\.attn\.c_attn\.", ".attention.{qkv}."),
-    (r"\.attn\.c_proj\.", ".attention.out."),
-    (r"\.mlp\.c_fc\.", ".up."),
-    (r"\.mlp\.c_proj\.", ".down."),
-)
 
 
 def _to_gpt2(
@@ -146,7 +134,7 @@ def _from_gpt2(
     if activation == "gelu_new":  # GPT-2's name for it
         activation = _GPT2_ACTIVATION
     epsilon = facts.get("layer_norm_epsilon", 1e-5)
-    _check_facts(
+    check_facts(
         [
             ("n_head", facts.get("n_head"), "model.heads", config.heads),
             (
@@ -158,21 +146,7 @@ def _from_gpt2(
             ("layer_norm_epsilon", epsilon, "model.norm_eps", config.norm_eps),
         ]
     )
-    found = {}
-    for full_name, tensor in tensors.items():
-        name = full_name.removeprefix("transformer.")
-        if re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name):
-            continue  # the mask, saved by older versions
-        if name == "lm_head.weight" and config.tied_embeddings:
-            continue
-        matrix = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
-        for theirs, here in _GPT2_NAMES:
-            name = re.sub(theirs, here, name)
-        own = tensor.t().contiguous() if matrix else tensor
-        parts = own.chunk(3) if "{qkv}" in name else (own,)
-        for letter, part in zip("qkv", parts, strict=False):
-            found[name.replace("{qkv}", letter)] = part
-    return found
+    return GPT2.rename(config, tensors)
 
 
 def _transposed(tensor: Tensor) -> Tensor:
@@ -231,20 +205,6 @@ def _to_gpt_neox(
 
 # Llama: rotary positions, RMSNorm, SwiGLU, and any number of key heads.
 
-# Modules of a block: Llama's name -> GPT's name.
-_LLAMA_MODULES = {
-    "input_layernorm": "norm1",
-    "self_attn.q_proj": "attention.q",
-    "self_attn.k_proj": "attention.k",
-    "self_attn.v_proj": "attention.v",
-    "self_attn.o_proj": "attention.out",
-    "post_attention_layernorm": "norm2",
-    "mlp.gate_proj": "gate",
-    "mlp.up_proj": "up",
-    "mlp.down_proj": "down",
-}
-_LLAMA_OUTSIDE = {"embed_tokens": "embedding", "norm": "norm", "lm_head": "head"}
-
 
 def _to_llama(
     config: GPTConfig, weights: Mapping[str, Tensor]
@@ -274,7 +234,7 @@ def _to_llama(
         "model.norm.weight": weights["norm.weight"],
     }
     for number in range(config.layers):
-        for theirs, ours in _LLAMA_MODULES.items():
+        for theirs, ours in LLAMA_MODULES.items():
             tensors |= _layer(f"model.layers.{number}.{theirs}", weights, f"blocks.{number}.{ours}")
     if not config.tied_embeddings:
         tensors["lm_head.weight"] = weights["head.weight"]
@@ -286,18 +246,7 @@ def _from_llama(
 ) -> dict[str, Tensor]:
     """Rename the weights to a GPT's names; see `from_huggingface`."""
     _check_llama(config, facts)
-    found = {}
-    for full_name, tensor in tensors.items():
-        name = full_name.removeprefix("model.")
-        tied = facts.get("tie_word_embeddings", False)
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and tied):
-            continue  # derived from the sizes, or equal to the embedding
-        module, _, kind = name.rpartition(".")
-        inside = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
-        if inside and inside[2] in _LLAMA_MODULES:
-            module = f"blocks.{inside[1]}.{_LLAMA_MODULES[inside[2]]}"
-        found[f"{_LLAMA_OUTSIDE.get(module, module)}.{kind}"] = tensor
-    return found
+    return LLAMA.rename(config, tensors)
 
 
 def _check_llama(config: GPTConfig, facts: Mapping[str, Any]) -> None:
@@ -306,7 +255,7 @@ def _check_llama(config: GPTConfig, facts: Mapping[str, Any]) -> None:
     rope = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     base = rope.get("rope_theta", facts.get("rope_theta", 10000.0))
-    _check_facts(
+    check_facts(
         [
             ("num_attention_heads", heads, "model.heads", config.heads),
             (
@@ -335,21 +284,3 @@ def _layer(theirs: str, weights: Mapping[str, Tensor], ours: str) -> dict[str, T
     """Rename the weight of a layer, and its bias if it has one."""
     named = {f"{theirs}.{name}": f"{ours}.{name}" for name in ("weight", "bias")}
     return {there: weights[here] for there, here in named.items() if here in weights}
-
-
-def _check_facts(facts: Iterable[tuple[str, Any, str, Any]]) -> None:
-    """Compare settings that have no weights but change the result.
-
-    Args:
-        facts: (name in config.json, value there, key of hvdtrain, its value).
-
-    Raises:
-        UserError: two values differ.
-    """
-    wrong = [
-        f"{name} is {theirs} in config.json, and {key} is {ours}"
-        for name, theirs, key, ours in facts
-        if theirs != ours
-    ]
-    if wrong:
-        raise UserError("; ".join(wrong))

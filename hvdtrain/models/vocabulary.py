@@ -14,7 +14,7 @@ _MANY = 1 << 22
 _PIECES = 4
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, each: Tensor | None = None) -> Tensor:
     """Mean cross-entropy in nats, a plain scalar.
 
     Args:
@@ -22,15 +22,20 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
             is not gathered: ranks exchange a few numbers per token. If the logits are many, their
             memory is reused: do not read them afterwards.
         targets: (...), int64, the same on all ranks.
+        each: (...), receives the cross-entropy of each target, without a gradient.
     """
     logits, targets = logits.flatten(0, -2), targets.flatten()
     if _is_dtensor(logits):
-        return _SplitCrossEntropy.apply(logits, targets)
+        return _SplitCrossEntropy.apply(logits, targets, each)
     if logits.numel() < _MANY:
-        return F.cross_entropy(logits, targets)
+        if each is None:
+            return F.cross_entropy(logits, targets)
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        each.copy_(losses.detach().view_as(each))
+        return losses.mean()
     if torch.is_autocast_enabled(logits.device.type):
         logits = logits.float()  # as torch's cross_entropy does under autocast
-    return _CrossEntropyInPlace.apply(logits, targets)
+    return _CrossEntropyInPlace.apply(logits, targets, each)
 
 
 def whole(x: Tensor) -> Tensor:
@@ -53,16 +58,19 @@ class _CrossEntropyInPlace(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, each: Tensor | None) -> Tensor:
         probabilities, rows = logits.detach(), targets.unsqueeze(1)
         for part in _parts(probabilities):
             part.copy_(torch.log_softmax(part, 1))
         ctx.probabilities, ctx.rows = probabilities, rows
-        return F.nll_loss(probabilities.gather(1, rows), torch.zeros_like(targets))
+        found = probabilities.gather(1, rows)
+        if each is not None:
+            each.copy_(found.view_as(each)).neg_()
+        return F.nll_loss(found, torch.zeros_like(targets))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         if ctx.probabilities is None:
             raise RuntimeError("the loss was differentiated before: its logits are gone")
         gradient, ctx.probabilities = ctx.probabilities, None
@@ -72,7 +80,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
             # Private: autograd's backward of log_softmax, here for some rows at a time. If it
             # changes, gradients may change: test_torch_private.py and test_cross_entropy.py fail.
             part.copy_(torch._log_softmax_backward_data(of_loss, part, 1, part.dtype))
-        return gradient, None
+        return gradient, None, None
 
 
 def _parts(rows: Tensor) -> tuple[Tensor, ...]:
@@ -87,9 +95,13 @@ class _SplitCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Any, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Any, targets: Tensor, each: Tensor | None) -> Tensor:
         from torch.distributed.tensor.parallel import loss_parallel
 
+        if each is not None:
+            with loss_parallel():
+                losses: Any = F.cross_entropy(logits.detach(), targets, reduction="none")
+            each.copy_(losses.to_local().view_as(each))
         if not ctx.needs_input_grad[0]:
             with loss_parallel():
                 loss: Any = F.cross_entropy(logits.detach(), targets)
@@ -103,7 +115,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return loss.detach().to_local()
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor, None, None]:
         from torch.distributed.tensor import DTensor
 
         (gradient,) = ctx.saved_tensors
@@ -112,4 +124,4 @@ class _SplitCrossEntropy(torch.autograd.Function):
         whole = DTensor.from_local(
             scaled, mesh, placements, run_check=False, shape=shape, stride=stride
         )
-        return whole, None
+        return whole, None, None

@@ -15,10 +15,17 @@ class Agreement:
     After it, no rank can be a step ahead of a rank that cannot follow. If the barrier fails, some
     ranks may have passed it, and others not. A rank that did not pass keeps its gradients, and
     applies its deferred update if it meets a rank that did.
+
+    Attributes:
+        unready: called before each barrier; whether this rank is to be counted in `late`. It may
+            wait for a limited time.
+        late: number of ranks that `unready` counted at the last barrier.
     """
 
     def __init__(self) -> None:
         self._pending: tuple[int, Callable[[], None]] | None = None
+        self.unready: Callable[[], bool] = lambda: False
+        self.late = 0
 
     def wait(self, step: int, apply_deferred: Callable[[], None]) -> None:
         """Wait until all ranks can apply the update of a step.
@@ -32,7 +39,7 @@ class Agreement:
             RankLostError: another rank is gone. Some rank may have applied the update.
         """
         self._pending = step, apply_deferred
-        sum_(torch.zeros(1), "step.agree")
+        self.late = int(sum_(torch.tensor([float(self.unready())]), "step.agree"))
         self._pending = None
 
     def forget(self) -> None:

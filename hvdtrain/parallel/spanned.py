@@ -348,7 +348,7 @@ class HeldShard:
 
 
 def transfer_shards(
-    transfers: Sequence[Transfer], rank: int, own: HeldShard | None
+    transfers: Sequence[Transfer], rank: int, own: Mapping[int, HeldShard]
 ) -> HeldShard | None:
     """Run the transfers of whole shards; return the shard that this rank receives, or None.
 
@@ -356,14 +356,14 @@ def transfer_shards(
 
     Args:
         rank: this one.
-        own: the shard that it holds; not changed.
+        own: the shards that it holds, by number; not changed.
     """
     received = None
     for each in transfers:
         among = sorted({each.source, *each.receivers})
         with passing_set(among) as group:
             if rank == each.source:
-                _broadcast(own, each, group)
+                _broadcast(own[each.interval.start], each, group)
             elif rank in among:
                 received = _broadcast(None, each, group)
     return received

@@ -30,7 +30,7 @@ def join(ranks: Sequence[int], topology: Topology, device: torch.device) -> None
 
     Every rank of the job calls it, each with the ranks of its own world.
     """
-    address, interface = _own_address(topology)
+    address, interface = own_address(topology)
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     rank, size = ranks.index(topology.rank), len(ranks)
     store = None
@@ -231,7 +231,7 @@ def _sockets() -> dict[int, int]:
     return found
 
 
-def _own_address(topology: Topology) -> tuple[str, str]:
+def own_address(topology: Topology) -> tuple[str, str]:
     """This host's address for the other hosts, and its interface; Horovod's interface, if set."""
     interfaces = addresses_by_interface()
     name = os.environ.get(_INTERFACE, "")

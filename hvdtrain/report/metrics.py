@@ -10,7 +10,8 @@ import numpy as np
 from hvdtrain.audit.goodput import Goodput, measure
 from hvdtrain.audit.ledger import GenerationRecord
 from hvdtrain.audit.lineage import redone_steps
-from hvdtrain.report.run import Column, RankSeries, RecordedRun
+from hvdtrain.data.order import MixedOrder
+from hvdtrain.report.run import Column, RankSeries, RecordedRun, sources_of
 from hvdtrain.runtime.mesh import WAITED
 
 Metrics = dict[str, Any]
@@ -42,6 +43,7 @@ def run_metrics(run: RecordedRun) -> Metrics:
         "run": str(run.path),
         "task": run.manifest.get("task") or run.config.get("task"),
         **_progress(run),
+        "sources": sources(run),
         **_speed(run),
         **_communication(run.ranks),
         "collectives": _collectives(run.ranks),
@@ -91,6 +93,31 @@ def _epochs(last: GenerationRecord) -> float:
     """Passes over the training data up to the last line of a run."""
     samples = max([last.start.samples, *(line.samples for line in last.lines)])
     return samples / last.start.dataset_size
+
+
+def sources(run: RecordedRun) -> list[Metrics] | None:
+    """Sources of a mixture: samples and epochs up to the last line, last losses; None: no mixture.
+
+    A task that does not report the losses of its sources has None for them.
+    """
+    last = run.ledger.generations[-1] if run.ledger else None
+    if last is None or not sources_of(run.ledger):
+        return None
+    order = last.start.samples_in_order
+    assert isinstance(order, MixedOrder)
+    samples = max([last.start.samples, *(line.samples for line in last.lines)])
+    used = zip(order.orders.items(), order.before(samples), strict=True)
+    return [
+        {
+            "name": name,
+            "samples": count,
+            "share": count / samples if samples else None,
+            "epochs": count / source.size,
+            "final_loss": _last(run.steps[f"loss_{name}"]),
+            "final_validation_loss": run.validation.get(f"loss_{name}"),
+        }
+        for (name, source), count in used
+    ]
 
 
 def _speed(run: RecordedRun) -> Metrics:
@@ -287,9 +314,17 @@ def _checkpoints(run: RecordedRun) -> Metrics:
         "healed_ranks": sum(len(r) for g in generations for r in g.healed.values())
         if known
         else None,
-        "skipped_steps": sum(li.kept and li.skipped for g in generations for li in g.lines)
+        "skipped_steps": sum(
+            li.kept and li.skipped and not li.spike for g in generations for li in g.lines
+        )
         if known
         else None,
+        "spike_steps": sorted(
+            li.step for g in generations for li in g.lines if li.kept and li.spike
+        )
+        if known
+        else None,
+        "rollbacks": len(generations[-1].start.rollbacks) if known else None,
     }
 
 

@@ -253,6 +253,12 @@ def warnings(metrics: Metrics) -> list[str]:
     if metrics["skipped_steps"]:
         count = plural(metrics["skipped_steps"], "step")
         found.append(f"{count} skipped because the gradient was not finite.")
+    if metrics["spike_steps"]:
+        count = plural(len(metrics["spike_steps"]), "step")
+        found.append(f"{count} skipped because of a loss spike.")
+    if metrics["rollbacks"]:
+        count = plural(metrics["rollbacks"], "time")
+        found.append(f"{count} the run returned to a checkpoint because of a loss spike.")
     if metrics["healed_ranks"]:
         count = plural(metrics["healed_ranks"], "time")
         found.append(

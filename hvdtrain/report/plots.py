@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 
 import numpy as np
 from matplotlib.cm import ScalarMappable
@@ -42,6 +43,7 @@ def plots(run: RecordedRun, metrics: Metrics) -> list[Plot]:
     """Make all plots that a run has data for, in the order of the page."""
     makers: tuple[Callable[[RecordedRun, Metrics], Plot | None], ...] = (
         _loss,
+        _source_losses,
         _progress,
         _throughput,
         _step_time,
@@ -60,8 +62,11 @@ def _loss(run: RecordedRun, metrics: Metrics) -> Plot | None:
         if drawn is None:
             return None
         line(axes, step, run.steps["validation_loss"], ORANGE, "validation loss")
+        spikes = np.isin(step, metrics["spike_steps"] or []) & np.isfinite(loss)
+        if spikes.any():
+            axes.plot(step[spikes], loss[spikes], "v", color=RED, label="skipped: loss spike")
         over_steps(axes, run, "loss", from_zero=False)
-        legend(axes, 2)
+        legend(axes, 3)
     known = loss[np.isfinite(loss)]
     begin, end = (units.number(v) for v in (known[0], known[-1]))
     title = f"The training loss went from {begin} to {end}"
@@ -72,6 +77,21 @@ def _loss(run: RecordedRun, metrics: Metrics) -> Plot | None:
     if unknown:
         caption += f" Omitted: {plural(unknown, 'step')} with a non-finite loss."
     return Plot(title, caption, svg[0])
+
+
+def _source_losses(run: RecordedRun, metrics: Metrics) -> Plot | None:
+    sources = [s for s in metrics["sources"] or [] if s["final_loss"] is not None]
+    if not sources:
+        return None
+    with canvas(2.4, above=0.5) as (axes, svg):
+        for source, color in zip(sources, cycle(PHASE_COLORS.values()), strict=False):
+            name = source["name"]
+            line(axes, run.steps["step"], run.steps[f"loss_{name}"], color, name)
+        over_steps(axes, run, "loss", from_zero=False)
+        legend(axes, 4)
+    last = ", ".join(f"{s['name']} {units.number(s['final_loss'])}" for s in sources)
+    caption = "Training loss of each source of the mixture, mean over its samples in a step."
+    return Plot(f"The last losses of the sources are {last}", caption, svg[0])
 
 
 def _progress(run: RecordedRun, metrics: Metrics) -> Plot | None:

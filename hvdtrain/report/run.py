@@ -124,7 +124,7 @@ class RecordedRun:
     Args:
         steps: column -> a value for each line of metrics.jsonl that counts (float64, NaN if the
             line had none): step, loss, validation_loss, samples_per_second, step_seconds,
-            mfu, padding, world_size, time (Unix)
+            mfu, padding, world_size, time (Unix); of a mixture also loss_SOURCE
         validation: the task's own metrics of the last evaluation, by name
         ranks: None if ranks.jsonl has no lines
         ledger: None if there are no events
@@ -167,13 +167,15 @@ def read(path: Path) -> RecordedRun:
     missing: list[str] = []
     try:
         config = _config(directory, missing)
-        steps, validation = _steps(directory, missing)
+        found = _ledger(directory, missing)
+        losses = [f"loss_{name}" for name in sources_of(found)]
+        steps, validation = _steps(directory, losses, missing)
         run = RecordedRun(
             path=path,
             steps=steps,
             validation=validation,
             ranks=_ranks(directory, config, missing),
-            ledger=_ledger(directory, missing),
+            ledger=found,
             events=[event for event in _complete_lines(directory.events, []) if _is_known(event)],
             config=config,
             manifest=_manifest(directory, missing),
@@ -247,10 +249,17 @@ def _is_known(event: dict[str, Any]) -> bool:
     )
 
 
+def sources_of(found: ledger.Ledger | None) -> list[str]:
+    """Names of the sources of a mixture."""
+    order = found.generations[-1].start.order if found else None
+    return [*(order or {}).get("sources", ())]
+
+
 def _steps(
-    directory: RunDirectory, missing: list[str]
+    directory: RunDirectory, losses: list[str], missing: list[str]
 ) -> tuple[dict[str, Column], dict[str, float]]:
-    columns = {name: array("d") for name in _STEP_METRICS}
+    """Args: losses: names of the losses of a mixture's sources."""
+    columns = {name: array("d") for name in (*_STEP_METRICS, *losses)}
     validation: dict[str, float] = {}
     for line in _complete_lines(directory.metrics, missing):
         if not is_of(line.get("step"), int):

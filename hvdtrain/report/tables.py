@@ -18,6 +18,7 @@ _CAUSES: dict[str, str] = {
     "launch": "the program was restarted",
     "failure": "a rank failed",
     "hosts": "processes joined or left",
+    "spike": "a loss spike",
 }
 
 
@@ -39,9 +40,9 @@ class ReportTable:
 
 
 def first(metrics: Metrics) -> list[ReportTable]:
-    """Tables of shards, restarts, slow ranks and their assignments; empty tables are omitted."""
+    """Tables of sources, shards, restarts, slow ranks, assignments; empty tables are omitted."""
     slow = _straggler_table(metrics), _assignment_table(metrics)
-    every = _shards(metrics), _restart_table(metrics), *slow
+    every = _sources(metrics), _shards(metrics), _restart_table(metrics), *slow
     return [t for t in every if t.rows]
 
 
@@ -49,6 +50,23 @@ def last(run: RecordedRun, metrics: Metrics) -> list[ReportTable]:
     """Tables of the time spent and of facts; empty tables are omitted."""
     every = _lost(metrics), _phases(metrics), _collectives(metrics), _facts(run, metrics)
     return [t for t in every if t.rows]
+
+
+def _sources(metrics: Metrics) -> ReportTable:
+    """Table of the sources of a mixture."""
+    rows = [
+        [
+            source["name"],
+            f"{source['samples']:,}",
+            units.percent(source["share"]),
+            units.number(source["epochs"], 3),
+            units.number(source["final_loss"]),
+            units.number(source["final_validation_loss"]),
+        ]
+        for source in metrics["sources"] or []
+    ]
+    head = ["source", "samples", "share", "epochs", "last loss", "last validation loss"]
+    return ReportTable("Sources of the mixture", head, rows)
 
 
 def _restart_table(metrics: Metrics) -> ReportTable:
@@ -180,7 +198,7 @@ def _facts(run: RecordedRun, metrics: Metrics) -> ReportTable:
     manifest = run.manifest
     generations = run.ledger.generations if run.ledger else ()
     start = generations[-1].start if generations else None
-    by_length = start is not None and start.order is not None
+    by_length = start is not None and start.buckets is not None
     size = start.global_size if start else run.config.get("batch", {}).get("global_size")
     horovod = manifest.get("horovod") or {}
     begin = run.ledger.began if run.ledger else None

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from hvdtrain.config import Config
 from hvdtrain.data.assignment import Assignment
-from hvdtrain.data.buckets import SampleBuckets
 from hvdtrain.data.loader import Loading, TrainLoader
+from hvdtrain.data.order import describe
 from hvdtrain.engine.accumulate import Accumulate, Passes
 from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.engine.interleave import InterleavedBackward
@@ -21,7 +21,7 @@ from hvdtrain.engine.local_steps import LocalSteps
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, TrainingPlan
 from hvdtrain.engine.memory import arrange_activations, compile_blocks
 from hvdtrain.engine.replay import Replay, ReplayActions, ReplayPlan
-from hvdtrain.engine.state import PRECISION, RunState, Snapshot
+from hvdtrain.engine.state import ORDER, PRECISION, RunState, Snapshot
 from hvdtrain.engine.step import TrainStep, Update
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import Exchange
@@ -34,7 +34,7 @@ from hvdtrain.optim.trainable import check_device, check_model, freeze
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.run.fit import Trial, with_micro_size
 from hvdtrain.run.prepare import Prepared
-from hvdtrain.run.resolve import RunBuckets, dataset_size
+from hvdtrain.run.resolve import Resolved, RunBuckets, dataset_size
 from hvdtrain.run.strategy import Strategy
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
@@ -147,7 +147,7 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
     more, spanned = strategy.state_parts(model, optimizer, ema)
     parts += more
     identity = {
-        **build_identity(config, datasets, prepared.buckets.train), PRECISION: precision.name
+        **build_identity(config, datasets, prepared.resolved), PRECISION: precision.name
     }  # fmt: skip
     state = RunState(model, optimizer, prepared.progress, identity, parts, spanned)
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
@@ -162,15 +162,10 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
     )  # fmt: skip
 
 
-def build_identity(
-    config: Config, datasets: Datasets, buckets: SampleBuckets | None
-) -> dict[str, Any]:
-    """Return the properties that determine the run's loss curve, see RunState.
-
-    Args:
-        buckets: buckets of the training data, with batch.max_tokens.
-    """
+def build_identity(config: Config, datasets: Datasets, resolved: Resolved) -> dict[str, Any]:
+    """Return the properties that determine the run's loss curve, see RunState."""
     batch: dict[str, Any] = {"batch.global_size": config.batch.global_size}
+    buckets = resolved.buckets.train
     if buckets is not None:
         batch = {
             "batch.max_tokens": config.batch.max_tokens,
@@ -180,6 +175,7 @@ def build_identity(
     return {
         "seed": config.seed,
         **batch,
+        **({ORDER: describe(resolved.order)} if resolved.order is not None else {}),
         "optim.name": config.optim.name,
         "the number of training samples": dataset_size(datasets),
         "the fingerprint of the training data": datasets.fingerprint,

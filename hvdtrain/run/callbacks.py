@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.checkpoint.manager import FilesOfRank
 from hvdtrain.checkpoint.writer import CheckpointWriter
@@ -24,6 +24,9 @@ from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.tasks import optional
+
+if TYPE_CHECKING:
+    from hvdtrain.engine.callbacks.copies import KeepCopies
 
 
 class OwnCallback(Callback):
@@ -55,6 +58,7 @@ class Callbacks:
     log: LogMetrics
     checkpoint: SaveCheckpoints
     snapshot: KeepCommonState | None
+    copies: KeepCopies | None
     profile: Profile | None
 
     def as_list(self) -> list[Callback]:
@@ -140,8 +144,10 @@ def build_callbacks(
             config.preempt.grace_seconds,
             build_saving(components, outputs, context),
             context.timer,
+            punctual=config.train.spike.action == "rollback",
         ),
         snapshot=KeepCommonState(components.snapshot) if components.snapshot else None,
+        copies=_build_copies(components, context),
         profile=Profile(
             config.profile,
             outputs.directory.profile,
@@ -152,6 +158,21 @@ def build_callbacks(
         if config.profile.steps is not None
         else None,
     )
+
+
+def _build_copies(components: RunComponents, context: RankContext) -> KeepCopies | None:
+    """Begin to keep copies of shards, if configured; every rank calls it."""
+    state, agreement = components.state, components.agreement
+    found = components.strategy.copies(state)
+    if found is None or agreement is None:
+        return None
+    from hvdtrain.engine.callbacks.copies import KeepCopies, export
+
+    copies, shard = found
+    if components.exporter is not None:
+        export(components.exporter, copies)
+    config, step = components.config.checkpoint.memory, state.progress.step
+    return KeepCopies(config, copies, shard, agreement, context, step)
 
 
 def build_saving(components: RunComponents, outputs: Outputs, context: RankContext) -> Saving:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from hvdtrain import comm
 from hvdtrain.config import Config
+from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.memory import CompileClock
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.bucketed import Residuals
@@ -29,6 +30,7 @@ class Exported:
     memory: PeakMemory
     loss_scale: LossScale | None = None
     compiled: CompileClock | None = None
+    progress: Progress = field(default_factory=Progress)
 
     def follow(self, exchange: Exchange) -> None:
         """Replace the exchange; its counters continue from the last one."""
@@ -91,6 +93,11 @@ def build_exporter(
         "loss_scale",
         "Factor of the loss with precision.name fp16; 1 without it",
         lambda: of.loss_scale.value if of.loss_scale else 1.0,
+    )
+    exporter.watch_total(
+        "loss_spikes",
+        "Steps of the run whose loss was a spike; 0 without train.spike",
+        lambda: of.progress.spikes,
     )
     exporter.watch_total(
         "compile_seconds",

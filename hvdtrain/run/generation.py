@@ -21,8 +21,9 @@ from hvdtrain.elastic.membership import Membership
 from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity
 from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.integrity import TensorHash
-from hvdtrain.engine.loop import Interruptions, Loop, Step
+from hvdtrain.engine.loop import Interruptions, Loop, Progress, SpikeRollback, Step
 from hvdtrain.engine.replay import ReplayActions
+from hvdtrain.engine.spikes import Spike
 from hvdtrain.engine.state import Snapshot, state_hash
 from hvdtrain.errors import EXIT_PREEMPTED, UserError, crash
 from hvdtrain.exchange.local_sgd import LocalSgd
@@ -31,19 +32,24 @@ from hvdtrain.run.build import RunComponents, build_loop
 from hvdtrain.run.callbacks import Callbacks, Outputs, build_callbacks
 from hvdtrain.run.manifest import build_manifest, run_facts, start_facts
 from hvdtrain.run.recorder import PersistentState, RunRecorder
-from hvdtrain.run.resume import resume
+from hvdtrain.run.resume import resume, roll_back
 from hvdtrain.run.start_checks import check_hierarchical, raise_first
 from hvdtrain.run_files.host_records import WRONG
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.run_directory import RunDirectory
-from hvdtrain.runtime.collectives import gather_json, on_all_ranks
+from hvdtrain.runtime.collectives import gather_json, on_all_ranks, sum_
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.runtime.tensor_shards import local
 from hvdtrain.runtime.terminal import terminal
 from hvdtrain.tasks import optional
 from hvdtrain.telemetry.exporter import ExporterAddress, write_targets
 from hvdtrain.text import encodable, plural
+
+_OPTIMIZER_VALUES = 2  # per parameter, as AdamW keeps
+# Interval of the turns while rank 0 waits for an upload, see `Generation._wait_for_mirror`.
+_TURN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -71,12 +77,15 @@ class Cause:
     """Why a generation begins.
 
     Args:
-        name: launch, failure, or hosts (processes joined or left).
+        name: launch, failure, hosts (processes joined or left), or spike (the run may return to a
+            checkpoint because of a loss spike).
         since: unix time of the cause.
+        number: of earlier generations of the same ranks.
     """
 
     name: str
     since: float
+    number: int = 0
 
 
 class Generation:
@@ -101,15 +110,19 @@ class Generation:
         self._persistent = persistent
         self._topology = topology
         self._cause = cause
-        self._context = components.context(topology, str(self._claim() or persistent.claim))
+        claim = str(self._claim() or persistent.claim)
+        claim += f"-{cause.number}" if cause.number else ""
+        self._context = components.context(topology, claim)
         self._statuses: list[RankStatus] = []
+        self._spiked: Progress | None = None  # of the newest state, if its last step was a spike
         self._lost_step: int | None = None  # step whose state all its holders lost
+        self._from_copies = False  # the state is from copies in memory
 
     def steps(self) -> Generator[Step, None, int]:
         """Yield each step until the run's end; return the exit code.
 
         Raises:
-            MembershipChanged, RankLostError: another generation follows.
+            MembershipChanged, RankLostError, SpikeRollback: another generation follows.
             AgreedError: a rank cannot begin, or the run must end.
         """
         self._context.heartbeat.beat(Activity.PREPARING)
@@ -118,6 +131,7 @@ class Generation:
         source, targets = self._compare_ranks()
         if self._components.exporter is not None:
             self._components.exporter.describe(run_facts(self._config))
+        self._check_memory()
         source = self._take_over(source)
         on_all_ranks("recorder", lambda: self._open_recorder(targets))
         self._emit_start(source)
@@ -132,7 +146,8 @@ class Generation:
             The rank whose state all ranks receive, or None if no rank has one; all exporters.
         """
         topology, components, persistent = self._topology, self._components, self._persistent
-        step, agreement = components.state.progress.step, components.agreement
+        progress, agreement = components.state.progress, components.agreement
+        step = progress.step
         status = RankStatus(
             persistent.trained, step, agreement.reachable_step(step) if agreement else step
         )
@@ -141,7 +156,10 @@ class Generation:
         facts = gather_json(
             {
                 "status": asdict(status),
+                "spiked": asdict(progress) if progress.spike is not None else None,
                 "newest": persistent.newest,
+                "copied": persistent.copied_step,
+                "damaged": persistent.damaged_copies,
                 "run": persistent.run_id,
                 "identity": asdict(identity),
                 "target": ExporterAddress(topology.host, self._launched.local_rank, port),
@@ -153,8 +171,13 @@ class Generation:
         if agreement is not None and persistent.trained:
             agreement.catch_up(step, newest)
         self._statuses = [status.caught_up(newest) for status in statuses]
+        # Not of `source`: a rank that has just caught up did not know of the spike.
+        spiked = (f["spiked"] for f, s in zip(facts, statuses, strict=True) if s.trained)
+        self._spiked = next((Progress(**one) for one in spiked if one is not None), None)
         known = [fact["newest"] for fact in facts if fact["newest"] is not None]
         persistent.newest = max([*known, newest]) if known or newest >= 0 else None
+        self._from_copies = newest in (fact["copied"] for fact in facts)
+        persistent.damaged_copies = sorted({copy for fact in facts for copy in fact["damaged"]})
         source = most_advanced(self._statuses)
         theirs = facts[source or 0]
         if source is None:  # otherwise the launcher has compared identities
@@ -171,16 +194,25 @@ class Generation:
             `source`; None if no rank could provide the state: it is from a checkpoint or new.
         """
         persistent, state = self._persistent, self._components.state
-        if source is None or not self._receive(source):
+        if self._spiked is not None and self._roll_back(self._spiked):
+            source, persistent.newest = None, None
+        elif source is None or not self._receive(source):
             source, persistent.trained = None, False
             on_all_ranks("directory", self._open_directory)
             resume(self._config, self._components, persistent, self._topology)
-        persistent.trained = True
+        persistent.trained, state.progress.spike = True, None
         step = state.progress.step
         self._lost_step = persistent.newest if (persistent.newest or 0) > step else None
-        persistent.newest = None
+        persistent.newest = persistent.copied_step = None
         # Otherwise `resume` has logged the loss.
-        if source is not None and self._lost_step is not None and self._topology.rank == 0:
+        if self._from_copies and self._topology.rank == 0:
+            logger.warning(
+                "lost ranks held shards of the model that no other rank has: the run continues "
+                "from the copies in memory of step %d, and repeats %s",
+                step,
+                plural((self._lost_step or step) - step, "step"),
+            )
+        elif source is not None and self._lost_step is not None and self._topology.rank == 0:
             logger.warning(
                 "the state of step %d is lost with the ranks that held it: the run continues from "
                 "step %d",
@@ -188,6 +220,20 @@ class Generation:
                 step,
             )
         return source
+
+    def _roll_back(self, before: Progress) -> bool:
+        """Return to the newest checkpoint; False, on all ranks: the step is skipped instead."""
+        on_all_ranks("directory", self._open_directory)
+        if roll_back(self._config, self._components, self._persistent, self._topology, before):
+            return True
+        if self._topology.rank == 0:
+            logger.warning(
+                "step %d: there is no checkpoint to which the run could return from a loss spike "
+                "(train.spike.action rollback); the step is skipped instead",
+                before.step,
+            )
+        self._spiked = None
+        return False
 
     def _receive(self, source: int) -> bool:
         """Send the state of rank `source` to every rank that does not hold it.
@@ -218,6 +264,28 @@ class Generation:
 
     def _someone_trained(self) -> bool:
         return any(status.trained for status in self._statuses)
+
+    def _shard_bytes(self) -> int:
+        """Size of a copy of this rank's shard for checkpoint.memory; 0: it keeps no copies."""
+        state = self._components.state
+        found = self._components.strategy.copies(state)
+        if found is None:
+            return 0
+        size = sum(t.nbytes for t in found[1]().tensors.values())
+        if not state.progress.step:  # the optimizer's state does not exist yet
+            trained = self._components.exchange.parameters
+            size += _OPTIMIZER_VALUES * sum(local(p).nbytes for p in trained)
+        return size
+
+    def _check_memory(self) -> None:
+        """Check on all ranks of a new run that the hosts have the memory for copies of shards."""
+        size = self._shard_bytes()
+        if not size or self._someone_trained():
+            return
+        from hvdtrain.engine.callbacks.copies import check_memory
+
+        config = self._config.checkpoint.memory
+        on_all_ranks("checkpoint.memory", lambda: check_memory(config, self._topology, size))
 
     # --- the run on disk ------------------------------------------------------
 
@@ -257,7 +325,7 @@ class Generation:
             self._launched.settings,
             self._topology,
             components.device,
-            components.datasets.fingerprint,
+            components.datasets,
             recorder.starts,
             self._context.mesh.grid,
         )
@@ -288,7 +356,11 @@ class Generation:
         """
         state, membership = self._components.state, self._launched.membership
         hashed = source is not None and self._config.train.replica_check_every > 0
-        origin = "memory" if source is not None else "checkpoint" if state.progress.step else "new"
+        spiked = self._spiked.spike if self._spiked is not None else None
+        origin = "checkpoint" if state.progress.step else "new"
+        if source is not None:
+            origin = "memory_copy" if self._from_copies else "memory"
+        damaged, self._persistent.damaged_copies = self._persistent.damaged_copies, []
         self._persistent.generations.append(
             {
                 "time": time.time(),
@@ -298,7 +370,9 @@ class Generation:
                 "seconds": time.time() - self._cause.since,
                 "silent": membership.silent if membership else [],
                 "residuals_lost": self._residuals_lost(source),
+                **({} if spiked is None else {"spike": Spike(**spiked).facts()}),
                 **({} if self._lost_step is None else {"lost_step": self._lost_step}),
+                **({"damaged_copies": damaged} if damaged else {}),
                 **({"state_hash": state_hash(state, TensorHash())} if hashed else {}),
                 **start_facts(self._components, self._topology),
             }
@@ -326,6 +400,10 @@ class Generation:
             persistent.recent,
         )
         callbacks = build_callbacks(self._config, self._components, outputs, context)
+        if cause.name == "launch" and self._topology.rank == 0 and (size := self._shard_bytes()):
+            from hvdtrain.engine.callbacks.copies import log_memory
+
+            log_memory(self._config.checkpoint.memory, self._topology, size)
         membership = self._launched.membership
         interruptions = Interruptions(
             self._launched.stop,
@@ -347,10 +425,16 @@ class Generation:
         persistent.phase = TRAINING
         try:
             yield from loop.steps()
+        except SpikeRollback:
+            # The save in progress may be of the checkpoint to which the run returns.
+            callbacks.checkpoint.wait()
+            raise
         finally:
             loop.close()
         context.heartbeat.beat(Activity.PREPARING)
         on_all_ranks("last checkpoint", lambda: _check_saved(callbacks))
+        if self._config.checkpoint.mirror is not None:
+            self._wait_for_mirror(loop)
         if persistent.recorder is not None and persistent.recorder.writer is not None:
             log_summary(
                 loop, callbacks, persistent.recorder.writer, self._components, persistent.directory
@@ -367,6 +451,35 @@ class Generation:
         if exporter is not None and self._topology.rank == 0:
             actions = replace(actions, count=exporter.replayed)
         return actions
+
+    def _wait_for_mirror(self, loop: Loop) -> None:
+        """Return when rank 0 has uploaded its checkpoints or given up; every rank calls it.
+
+        Ranks take turns, as for the last checkpoint: one collective as long as an upload would look
+        like a rank that does not respond.
+        """
+        recorder, config, stop = self._persistent.recorder, self._config, self._launched.stop
+        mirror = recorder.mirror if recorder is not None and self._topology.rank == 0 else None
+        began = time.monotonic()
+        limit = began + config.checkpoint.mirror_wait_seconds
+        if loop.preempted and config.preempt.grace_seconds:
+            limit = min(limit, loop.asked_to_stop_at + config.preempt.grace_seconds)
+        waits = mirror is not None and not mirror.wait(0.0)
+        if mirror is not None and waits:
+            logger.info("waiting up to %.0f s for the upload to %s", limit - began, mirror.url)
+        while sum_(torch.tensor([int(waits)]), "mirror.waiting").item():
+            if mirror is None or not waits:
+                continue
+            waits = not mirror.wait(_TURN_SECONDS)
+            asked = stop.raised and not loop.preempted
+            if waits and (asked or time.monotonic() >= limit):
+                waits = False
+                logger.warning(
+                    "the upload to %s has not finished after %.0f s; %s",
+                    mirror.url,
+                    time.monotonic() - began,
+                    mirror.describe(),
+                )
 
     def _finish(self, recorder: RunRecorder | None, code: int) -> int:
         """Wait for scrapes, sinks and the other ranks; return the exit code."""

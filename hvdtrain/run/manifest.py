@@ -21,6 +21,7 @@ from hvdtrain.run.build import RunComponents
 from hvdtrain.run.resolve import dataset_size
 from hvdtrain.runtime.init import built_with, controller
 from hvdtrain.runtime.mesh import Grid, Topology
+from hvdtrain.tasks import Datasets
 
 
 def run_facts(config: Config) -> dict[str, str]:
@@ -36,7 +37,7 @@ def build_manifest(
     settings: Settings,
     topology: Topology,
     device: torch.device,
-    fingerprint: str | None,
+    datasets: Datasets,
     starts: list[dict[str, Any]],
     grid: Grid,
 ) -> dict[str, Any]:
@@ -59,7 +60,8 @@ def build_manifest(
         "device": device.type,
         "threads_per_rank": torch.get_num_threads(),
         "git_commit": _git_commit(),
-        "data_fingerprint": fingerprint,
+        "data_fingerprint": datasets.fingerprint,
+        **({"data_format": datasets.format} if datasets.format else {}),
         "seed": settings.config.seed,
         "restarts": len(starts) - 1,
         "starts": starts,
@@ -77,15 +79,18 @@ def _layout(topology: Topology, grid: Grid) -> dict[str, Any]:
 def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]:
     """Return the start event of a generation in RUN/events.jsonl: first step, ranks and data."""
     config, state, datasets = components.config, components.state, components.datasets
+    order = components.prepared.resolved.order
     buckets, former = components.buckets.train, former_of(datasets.fingerprint)
     return {
         "step": state.progress.step,
         "samples": state.progress.samples,
         "applied": state.applied.count,
+        **({"rollbacks": state.progress.rollbacks} if state.progress.rollbacks else {}),
         "world_size": topology.world_size,
         "hosts": topology.ranks_by_host(),
         "global_size": config.batch.global_size,
         "micro_size": config.batch.micro_size,
+        **({"order": order} if order is not None and order.keys() != {"size"} else {}),
         **({"per_step": config.batch.per_step, "buckets": buckets.sizes} if buckets else {}),
         "seed": config.seed,
         "dataset_size": dataset_size(datasets),

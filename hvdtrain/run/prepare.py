@@ -96,7 +96,12 @@ class Prepared:
         """
         if self._exported is None:
             self._exported = Exported(
-                exchange, self.timer, self.memory, self.precision.loss_scale, compiled
+                exchange,
+                self.timer,
+                self.memory,
+                self.precision.loss_scale,
+                compiled,
+                self.progress,
             )
             local_rank = self.start.local_rank
             self.exporter = build_exporter(config, local_rank, self.device, self._exported)

@@ -16,6 +16,7 @@ from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.format import Checkpoint, read
 from hvdtrain.checkpoint.layout import named
 from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.checkpoint.mirror import Mirror
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Config
 from hvdtrain.elastic.status import RENDEZVOUS
@@ -40,6 +41,8 @@ _SINK_IMPORTS_TIMEOUT_S = 15.0
 _CONFIRM_S = 5.0  # to confirm that this process still owns the run
 # Wait for a save in progress when a generation has ended; the save is lost if it takes longer.
 _LAST_SAVE_SECONDS = 10.0
+# For the mirror's copy of the end event; other ranks wait meanwhile.
+_LAST_RECORDS_SECONDS = 10.0
 _RECENT = 1000  # records of steps
 
 
@@ -50,6 +53,7 @@ class RunRecorder:
         directory: run directory, owned by this process.
         config: which checkpoints are kept.
         sinks: also receive the metrics, from `open` to `end_sinks`.
+        mirror: copy of the run's checkpoints.
 
     Attributes:
         metrics, ranks, writer: None before `open`; `ranks` is RUN/ranks.jsonl.
@@ -61,9 +65,11 @@ class RunRecorder:
         directory: RunDirectory,
         config: CheckpointConfig,
         sinks: Sequence[BackgroundSink] = (),
+        mirror: Mirror | None = None,
     ) -> None:
         self.directory = directory
         self.sinks = sinks
+        self.mirror = mirror
         held = directory.ownership.held
         self._held = held
         self.manager = CheckpointManager(
@@ -71,6 +77,7 @@ class RunRecorder:
             config.keep,
             partial(directory.ownership.confirm, _CONFIRM_S),
             config.keep_best,
+            mirror,
         )
         self.metrics: MetricsFile | None = None
         self.ranks: MetricsFile | None = None
@@ -98,28 +105,35 @@ class RunRecorder:
     def open(self, step: int, exporter: Exporter | None, tolerate_errors: bool = False) -> None:
         """Open the metrics files of a run that resumes from `step`; set aside later steps.
 
-        If the files are already open, only set aside later steps (local SGD).
+        If the files are already open, only set aside later steps (local SGD, copies in memory).
 
         Raises:
             OSError: the files cannot be written; only without `tolerate_errors`, see `describe`.
         """
-        if self.metrics is not None and self.ranks is not None:
-            self.metrics.roll_back(step)
-            self.ranks.roll_back(step)
-            return
+        if self.writer is not None and self.writer.taken_step > step:
+            self.wait_for_save()
         try:
             self.manager.supersede(after=step)
         except OSError as error:
             if not tolerate_errors:
                 raise
             logger.error("%s: %s; training continues", self.manager.root, error.strerror)
+        if self.metrics is not None and self.ranks is not None and self.writer is not None:
+            self.metrics.roll_back(step)
+            self.ranks.roll_back(step)
+            self.writer.go_back(step, self.manager.newest_step())
+            return
         self.metrics = MetricsFile(self.directory.metrics, step, self._held, tolerate_errors)
         self.ranks = MetricsFile(self.directory.ranks, step, self._held, tolerate_errors)
         for sink in self.sinks:
             sink.start(self.metrics.last_step or 0)
         self.writer = CheckpointWriter(self.manager, self.manager.newest_step(), self.events.write)
+        if self.mirror is not None:
+            self.mirror.open(self.starts[0]["time"], step, self.events.write, tolerate_errors)
         if exporter is not None:
             _export_checkpoints(exporter, self.writer)
+            if self.mirror is not None:
+                _export_mirror(exporter, self.mirror)
             self._export_history(exporter)
 
     def bring_to_disk(self) -> None:
@@ -137,12 +151,13 @@ class RunRecorder:
         if self.writer is not None:
             self.writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
 
-    def choose(self, resume: str, begun: bool = False) -> Checkpoint | None:
+    def choose(self, resume: str, begun: bool = False, every: int = 0) -> Checkpoint | None:
         """Return the checkpoint from which the run continues; None: from the start.
 
         Args:
             resume: as run.resume.
             begun: this job has trained: it continues from its own newest checkpoint, if any.
+            every: as in CheckpointManager.newest.
 
         Raises:
             UserError: there is no such checkpoint, or no complete one.
@@ -150,7 +165,7 @@ class RunRecorder:
         if resume == "never" and not begun:
             return None
         if resume in ("auto", "never"):
-            return self.manager.newest()
+            return self.manager.newest(every)
         path = Path(resume)
         if not path.is_dir():
             raise UserError(
@@ -160,8 +175,24 @@ class RunRecorder:
         if named(self.manager.root) and (begun or not of_this_run):
             # This run began from a checkpoint of another run and has continued since, even if its
             # own checkpoints were damaged.
-            return self.manager.newest()
+            return self.manager.newest(every)
         return read(path)
+
+    def leave_later_checkpoints(self, step: int) -> None:
+        """Set aside checkpoints of steps that the run will do in another way.
+
+        Raises:
+            UserError: one cannot be renamed: a later start would resume from it.
+        """
+        try:
+            self.manager.supersede(after=step)
+        except OSError as error:
+            raise UserError(
+                f"{self.manager.root}: a checkpoint to which the run must not return cannot be "
+                f"renamed ({error.strerror})"
+            ) from None
+        if self.writer is not None:
+            self.writer.last_saved_step = min(self.writer.last_saved_step, step)
 
     def emit_starts(self, generations: Sequence[dict[str, Any]]) -> None:
         """Write the start event of a generation, before its first step.
@@ -188,6 +219,9 @@ class RunRecorder:
                 saved.add(facts["step"])
             steps = lost if facts is generations[-1] else 0
             self.events.write("start", generation=number, lost_steps=steps, **facts)
+        if self.mirror is not None and self.mirror.restored is not None:
+            self.events.write("restored", **self.mirror.restored)
+            self.mirror.restored = None
         self._restarts = len(starts) + len(missing) - 1
         events = (event for event in self.events.lines() if event.get("event") == "start")
         self._numbers = {event.get("claim", ""): event["generation"] for event in events}
@@ -199,6 +233,8 @@ class RunRecorder:
     def emit_end(self, step: int, exit_code: int) -> None:
         """Write the event of an end on which the ranks agreed."""
         self.events.write("end", step=step, exit_code=exit_code)
+        if self.mirror is not None:
+            self.mirror.finish(_LAST_RECORDS_SECONDS)
 
     def end_sinks(self, exit_code: int) -> None:
         """Close the sinks and wait a limited time for them; a second call does nothing.
@@ -227,6 +263,8 @@ class RunRecorder:
 
     def close(self) -> None:
         self._small.again()
+        if self.mirror is not None:
+            self.mirror.close()
         self.end_sinks(EXIT_CRASH)
         for file in (self.metrics, self.ranks):
             if file is not None:
@@ -252,10 +290,10 @@ class RunRecorder:
         return sum(file.failures for file in files if file is not None)
 
 
-def build_recorder(config: Config, directory: RunDirectory) -> RunRecorder:
+def build_recorder(config: Config, directory: RunDirectory, mirror: Mirror | None) -> RunRecorder:
     """Build rank 0's recorder for a run directory that it owns."""
-    sinks = build_sinks(config.telemetry, directory.path)
-    return RunRecorder(directory, config.checkpoint, [BackgroundSink(sink) for sink in sinks])
+    sinks = [BackgroundSink(sink) for sink in build_sinks(config.telemetry, directory.path)]
+    return RunRecorder(directory, config.checkpoint, sinks, mirror)
 
 
 class LateFiles:
@@ -332,6 +370,22 @@ def _export_checkpoints(exporter: Exporter, writer: CheckpointWriter) -> None:
     )
 
 
+def _export_mirror(exporter: Exporter, mirror: Mirror) -> None:
+    exporter.watch(
+        "mirrored_checkpoint_step",
+        "Step of the newest checkpoint in checkpoint.mirror; 0: none",
+        lambda: mirror.newest_step,
+    )
+    exporter.watch_total(
+        "mirror_failures",
+        "Checkpoints that could not be uploaded to checkpoint.mirror",
+        lambda: mirror.failures,
+    )
+    exporter.watch_total(
+        "mirror_sent_bytes", "Bytes uploaded to checkpoint.mirror", lambda: mirror.sent_bytes
+    )
+
+
 class PersistentState:
     """Open files of the run in this process, and whether the process holds the run's state.
 
@@ -351,6 +405,9 @@ class PersistentState:
         initial: its state is still the initial one from the seed.
         newest: the newest step whose state a rank held in memory, as far as this process knows;
             None once the run continues or begins. If no rank holds a state, this one is lost.
+        copied_step: the step of the copies in memory from which the run continues; None: it does
+            not continue from copies.
+        damaged_copies: copies in memory that were found damaged since the last start event.
         phase: phase of the generation, see elastic/status.py.
     """
 
@@ -370,6 +427,8 @@ class PersistentState:
         self.trained = False
         self.initial = True
         self.newest: int | None = None
+        self.copied_step: int | None = None
+        self.damaged_copies: list[str] = []
         self.phase = RENDEZVOUS
         self._log_of: Topology | None = None  # the generation whose log is open
 
@@ -401,12 +460,23 @@ class PersistentState:
             self.claim = claim or self.claim
             self.directory.prepare(fresh, self.claim, tolerate_errors)
             log.to_screen(terminal())
-            self.recorder = build_recorder(self._config, self.directory)
+            mirror = self._build_mirror()
+            # Otherwise the run continues from memory.
+            if mirror is not None and not tolerate_errors:
+                starts = self.directory.starts()
+                mirror.restore(starts[0]["time"] if starts else None, fresh)
+            self.recorder = build_recorder(self._config, self.directory, mirror)
         self._open_log(topology, tolerate_errors)
         self._log_of = topology
         logger.info("run %s on %s", self.directory.path, topology.describe())
         if setting := self._config.depends_on_ranks:
             logger.info("the curve depends on the number of ranks: %s", setting)
+
+    def _build_mirror(self) -> Mirror | None:
+        config = self._config.checkpoint
+        if config.mirror is None:
+            return None
+        return Mirror(self.directory.path, config.mirror, config, self.claim.job)
 
     def _open_log(self, topology: Topology, tolerate_errors: bool) -> None:
         logs = self.directory.logs

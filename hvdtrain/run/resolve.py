@@ -5,6 +5,7 @@
 - `batch.global_size` and `optim.lr`, if `batch.per_rank_size` is set, from the number of ranks;
 - `train.steps`, if `train.epochs` is set, from the number of samples;
 - the buckets of samples by length, if `batch.max_tokens` is set;
+- the specification of the samples' order, unless they are in buckets or the dataset is iterable;
 - `integrity.replay_every`, if it is null, from what the run allows.
 
 `memory.fit` derives `batch.micro_size` later, because it needs the model (fit.py).
@@ -22,6 +23,13 @@ from torch.utils.data import Dataset
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.buckets import SampleBuckets, lengths_of
 from hvdtrain.data.loader import has_own_order
+from hvdtrain.data.order import (
+    MixedOrder,
+    Specification,
+    build_order,
+    has_order,
+    specification_of,
+)
 from hvdtrain.engine.config import DEFAULT_REPLAY_EVERY, IntegrityConfig
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.mesh import Topology
@@ -42,12 +50,14 @@ class Resolved:
     Args:
         config: with the derived values; `train.epochs` is 0.
         buckets: buckets of the samples, by length.
-        epoch_samples: samples of an epoch of the training data.
+        epoch_samples: samples of an epoch of the training data; of a mixture, of all sources.
+        order: specification of the order, see data/order.py; None: buckets, or an iterable dataset.
     """
 
     config: Config
     buckets: RunBuckets
     epoch_samples: int
+    order: Specification | None = None
 
     def samples_of(self, step: int) -> int:
         """Return the number of samples of a step, over all ranks."""
@@ -67,6 +77,14 @@ class Resolved:
                 "samples are used: a step at the end of an epoch continues with the next epoch"
             )
         total = steps * batch.global_size
+        if self.order is not None and "sources" in self.order:
+            order = build_order(self.order, self.config.seed, batch.global_size)
+            assert isinstance(order, MixedOrder)
+            used = order.before(total)
+            return f"{steps} steps of {batch.global_size} samples are " + ", ".join(
+                f"{count} of {name} ({count / source.size:.2f} epochs of {source.size} samples)"
+                for count, (name, source) in zip(used, order.orders.items(), strict=True)
+            )
         epochs, beyond = divmod(total, size)
         whole = (
             "all samples are used: a step at the end of an epoch continues with the next epoch"
@@ -85,11 +103,29 @@ def resolve(settings: Settings, topology: Topology, datasets: Datasets) -> Resol
 
     Raises:
         UserError: a key refers to a step beyond the last one, requires validation data, or the
-            samples cannot be sorted by length.
+            samples cannot be sorted by length or read in the configured order.
     """
     config = with_replays(with_global_batch(settings.config, topology.world_size), datasets)
     buckets = build_buckets(config, datasets)
-    return Resolved(with_steps(config, datasets, buckets.train), buckets, dataset_size(datasets))
+    order = build_specification(config, datasets)
+    config = with_steps(config, datasets, buckets.train)
+    return Resolved(config, buckets, dataset_size(datasets), order)
+
+
+def build_specification(config: Config, datasets: Datasets) -> Specification | None:
+    """Return the specification of the order of the training data, see Resolved.
+
+    Raises:
+        UserError: the data cannot be read in the configured order.
+    """
+    if has_own_order(datasets.train):
+        if config.loader.order != "shuffled":
+            raise UserError(
+                f"loader.order {config.loader.order}: the training data is an IterableDataset, "
+                "which has its own order: use shuffled"
+            )
+        return None
+    return None if config.batch.max_tokens else specification_of(datasets.train, config.loader)
 
 
 def dataset_size(datasets: Datasets) -> int:
@@ -146,6 +182,10 @@ def with_steps(config: Config, datasets: Datasets, buckets: SampleBuckets | None
         raise UserError(f"{key} requires validation data, and the task {config.task} has none")
     if not config.train.epochs:
         return config
+    if has_order(datasets.train):
+        raise UserError(
+            "train.epochs: each source of a mixture has epochs of its own: set train.steps"
+        )
     # As written in the configuration: 0.1 is exactly a tenth, not a binary float.
     epochs = Fraction(repr(config.train.epochs))
     if buckets is None:
@@ -177,6 +217,10 @@ def _buckets(config: Config, dataset: Dataset[Any], name: str) -> SampleBuckets:
         raise UserError(
             f"batch.max_tokens {config.batch.max_tokens}: the {name} data is an IterableDataset, "
             "whose samples have their own order: use 0"
+        )
+    if has_order(dataset):
+        raise UserError(
+            f"batch.max_tokens {config.batch.max_tokens}: a mixture has an order of its own: use 0"
         )
     budget = config.batch.max_tokens
     return SampleBuckets(lengths_of(dataset, budget, name), budget, config.seed)

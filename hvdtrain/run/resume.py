@@ -1,4 +1,7 @@
-"""Resumption of a run that no rank holds in memory: from a checkpoint, or from its start."""
+"""Resumption of a run that no rank holds in memory: from a checkpoint, or from its start.
+
+Also the return of all ranks to a checkpoint because of a loss spike.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,17 @@ from hvdtrain.checkpoint.format import Checkpoint
 from hvdtrain.checkpoint.spread import to_current_names
 from hvdtrain.checkpoint.weights import Weights, read_weights
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
+from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.spikes import MOST_ROLLBACKS, Spike, rolled_back
+from hvdtrain.errors import EXIT_NOT_FINITE, UserError
 from hvdtrain.log import logger
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.huggingface import from_huggingface
+from hvdtrain.models.name_tables import MEGATRON, to_gpt_names
 from hvdtrain.run.build import RunComponents, build_model
 from hvdtrain.run.recorder import PersistentState
 from hvdtrain.runtime import heartbeat
-from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
+from hvdtrain.runtime.collectives import AgreedError, broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group, Mesh, Topology
 from hvdtrain.runtime.tensor_shards import model_tensors
 
@@ -44,6 +50,91 @@ def resume(
         logger.info("%s", note)
     directory = on_all_ranks("resume", lambda: _load(config, components, persistent, group))
     persistent.initial = False
+    _share(config, components, directory, group)
+
+
+def roll_back(
+    config: Config,
+    components: RunComponents,
+    persistent: PersistentState,
+    topology: Topology,
+    before: Progress,
+) -> bool:
+    """Return all ranks to the run's newest checkpoint; its later samples so far are passed over.
+
+    Checkpoints that were written for another reason than `checkpoint.every` count only if there is
+    no other one: the curve must not depend on when the run was stopped.
+
+    Args:
+        persistent: as in `resume`.
+        before: progress of the state whose last step was a spike.
+
+    Returns:
+        False, on all ranks: there is no checkpoint, and no state has changed.
+
+    Raises:
+        AgreedError: exit code 3, the run has returned to this checkpoint too often.
+    """
+    assert before.spike is not None
+    spike, group = Spike(**before.spike), Mesh.replicated(topology).data
+    found = _newest(config, persistent) if topology.rank == 0 else None
+    to = broadcast_json(found.state["step"] if found else None, "spike.checkpoint")
+    if to is None:
+        return False
+    where = f"step {spike.step}: loss {spike.loss:.4f} is a spike (limit {spike.limit:.4f})"
+    if sum(one[0] == to for one in before.rollbacks) >= MOST_ROLLBACKS:
+        components.state.progress.step = spike.step - 1  # the last one with a line of metrics
+        raise AgreedError(
+            f"{where}, and the run has returned to the checkpoint of step {to} {MOST_ROLLBACKS} "
+            "times already (train.spike.action rollback); lower optim.lr, raise "
+            "train.spike.factor, or use train.spike.action skip",
+            EXIT_NOT_FINITE,
+            rank=0,
+        )
+    persistent.trained = False
+    state = components.state
+    if state.sharded is not None:
+        state.sharded.begin(topology)
+
+    def restore() -> Path | None:
+        directory = _restore(components, persistent, found)
+        if directory is not None and persistent.recorder is not None:
+            persistent.recorder.leave_later_checkpoints(to)
+        return directory
+
+    directory = on_all_ranks("resume", restore)
+    _share(config, components, directory, group)
+    progress = state.progress
+    first, progress.samples = progress.samples, before.samples
+    progress.rollbacks = rolled_back(before.rollbacks, to, spike.step)
+    progress.spikes = before.spikes
+    if topology.rank == 0:
+        logger.warning(
+            "%s: back to the checkpoint of step %d; samples %d to %d of the order are passed over",
+            where,
+            to,
+            first,
+            progress.samples - 1,
+        )
+    return True
+
+
+def _newest(config: Config, persistent: PersistentState) -> Checkpoint | None:
+    """Return the newest intact checkpoint on rank 0."""
+    recorder = persistent.recorder
+    assert recorder is not None
+    with heartbeat.HEARTBEAT.waiting():
+        recorder.wait_for_save()
+    try:
+        return recorder.choose(config.run.resume, begun=True, every=config.checkpoint.every)
+    except UserError as error:
+        logger.warning("%s", error)
+        return None
+
+
+def _share(config: Config, components: RunComponents, directory: Path | None, group: Group) -> None:
+    """Give all ranks the state that rank 0 has loaded, and load the parts of each rank."""
+    state = components.state
     state.broadcast(root=0)
     if state.of_scope("local", "sharded"):
         name = broadcast_json(str(directory.absolute()) if directory else "", "resume.directory")
@@ -81,12 +172,7 @@ def _load(
     if persistent.newest is not None and group.rank == 0:
         _say_lost(components, checkpoint, persistent.newest)
     if checkpoint is not None:
-        components.state.load(checkpoint)
-        logger.info("resumed from the checkpoint of step %d", components.state.progress.step)
-        if recorder is not None and recorder.writer is not None:  # later saves no longer count
-            writer = recorder.writer
-            writer.taken_step = min(writer.taken_step, components.state.progress.step)
-        return checkpoint.directory
+        return _restore(components, persistent, checkpoint)
     if (lost or not persistent.initial) and group.rank == 0:
         # The model holds part of a state whose source died, or an abandoned state. A model that
         # spans ranks has just been rebuilt for the current ranks.
@@ -96,6 +182,20 @@ def _load(
     if config.run.init_from is not None and group.rank == 0 and not components.state.spanned:
         load_initial_weights(components.state.model, config.run.init_from, config.run.init_strict)
     return None
+
+
+def _restore(
+    components: RunComponents, persistent: PersistentState, checkpoint: Checkpoint | None
+) -> Path | None:
+    """Load the replicated state from a checkpoint; return its directory."""
+    if checkpoint is None:
+        return None
+    components.state.load(checkpoint)
+    step, recorder = components.state.progress.step, persistent.recorder
+    logger.info("resumed from the checkpoint of step %d", step)
+    if recorder is not None and recorder.writer is not None:  # later saves no longer count
+        recorder.writer.taken_step = min(recorder.writer.taken_step, step)
+    return checkpoint.directory
 
 
 def _say_lost(components: RunComponents, checkpoint: Checkpoint | None, newest: int) -> None:
@@ -123,6 +223,7 @@ def _say_lost(components: RunComponents, checkpoint: Checkpoint | None, newest: 
 
 # Names listed in a message.
 _NAMED = 8
+_MODEL_PREFIX = "model."
 
 
 @torch.no_grad()
@@ -163,9 +264,15 @@ def load_initial_weights(model: nn.Module, path: str, strict: bool) -> None:
 
 
 def _converted(model: nn.Module, found: Weights) -> dict[str, torch.Tensor]:
-    if isinstance(model, GPT) and "model_type" in found.facts:
-        return from_huggingface(model.config, found.facts, found.tensors)
-    return found.tensors
+    tensors = found.tensors
+    if isinstance(model, GPT):
+        known = found.facts.get("model_type") in (None, MEGATRON)
+        convert = to_gpt_names if known else from_huggingface
+        tensors = convert(model.config, found.facts, tensors)
+    if model_tensors(model).keys().isdisjoint(tensors):
+        # A directory of torch.distributed.checkpoint may hold several dictionaries.
+        return {name.removeprefix(_MODEL_PREFIX): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _listed(what: str, names: Sequence[str]) -> str:

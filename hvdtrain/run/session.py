@@ -23,7 +23,8 @@ notifies the ranks, which abort their collectives at once (`_abort`). Each survi
 
 If no rank holds a complete state, the run continues from its newest checkpoint (resume.py). If
 processes only join or leave, all ranks end the generation at a step boundary (MembershipChanged)
-and continue with item 3.
+and continue with item 3. If the run returns to a checkpoint because of a loss spike (SpikeRollback,
+in any run), the same ranks begin another generation.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from hvdtrain.elastic.membership import (
 )
 from hvdtrain.elastic.status import RENDEZVOUS, STATE_TRANSFER, TRAINING, ProcessStatus
 from hvdtrain.elastic.watchdog import KeptWatchdog
-from hvdtrain.engine.loop import MembershipChanged, Step
+from hvdtrain.engine.loop import MembershipChanged, SpikeRollback, Step
 from hvdtrain.errors import EXIT_CRASH, crash
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_components
@@ -277,11 +278,15 @@ class Session:
                 lambda: build_components(self._prepared, self._strategy, self.topology),
             )
         assert self._components is not None
-        generation = Generation(
-            self._launched, self._components, self.persistent, self.topology, cause
-        )
         with self._strategy.lost_peers():
-            return (yield from generation.steps())
+            while True:
+                generation = Generation(
+                    self._launched, self._components, self.persistent, self.topology, cause
+                )
+                try:
+                    return (yield from generation.steps())
+                except SpikeRollback:
+                    cause = Cause("spike", time.time(), cause.number + 1)
 
     def _let_replace(self, membership: Membership, reason: ReplacedError) -> int:
         """End this healthy process so that a new one replaces it; return the exit code."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hvdtrain.checkpoint.mirror import check_mirror
 from hvdtrain.config import Config, Settings
 from hvdtrain.config_checks import Ranks, check_ranks
 from hvdtrain.elastic.membership import LostError, Membership
@@ -88,9 +89,24 @@ def _check_start(settings: Settings, topology: Topology, membership: Membership 
         torch=recipe.installed_version("torch") or "",
     )
     check_ranks(with_global_batch(config, topology.world_size), ranks)
+    _check_mirror(config, first=topology.rank == 0 and environment.launched_rank() == 0)
     parallel = config.parallel
     if parallel.spans_ranks and not elastic:  # the elastic driver forms whole replicas
         Grid.of(topology.hosts, parallel.degrees, parallel.place)
+
+
+def _check_mirror(config: Config, first: bool) -> None:
+    """Check checkpoint.mirror; `first`: on the one rank that also contacts the store."""
+    mirror, run_id = config.checkpoint.mirror, config.run.id
+    if mirror is None:
+        return
+    if run_id is None:
+        raise UserError(
+            "run.id is missing: checkpoint.mirror holds one run, which a later start continues by "
+            "its name; add --run.id NAME"
+        )
+    if first:
+        check_mirror(mirror, run_id)
 
 
 def _check_launcher(membership: Membership) -> None:

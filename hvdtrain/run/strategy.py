@@ -11,9 +11,11 @@ In an elastic run, the ranks of a Spanning model build it again in each generati
 4. A holder of a shard sends it to the ranks that need it and do not hold it (parallel/shards.py).
 5. The ranks of a replica form a torch.distributed world, and build their shards of the model.
 
-If no rank has a shard as of the newest step, all shards are dropped in 4, and the run continues
-from its newest checkpoint (resume.py). If a rank is lost meanwhile, `regroup` raises RankLostError,
-and run/session.py calls `leave_generation` and begins the next generation.
+If no rank has a shard as of the newest step, all ranks return to the newest step as of which there
+are copies in memory of all shards (checkpoint.memory, parallel/copies.py). Without such a step, all
+shards are dropped in 4, and the run continues from its newest checkpoint (resume.py). If a rank is
+lost meanwhile, `regroup` raises RankLostError, and run/session.py calls `leave_generation` and
+begins the next generation.
 
 Ranks of a Replicated model get the run's state in generation.py instead.
 """
@@ -32,6 +34,7 @@ from torch.nn.modules.batchnorm import _NormBase  # private, see tasks/sync_batc
 from torch.optim import Optimizer
 
 from hvdtrain.config import Config
+from hvdtrain.elastic.heartbeats import job_secret
 from hvdtrain.elastic.membership import ReplacedError
 from hvdtrain.engine.loop import MembershipChanged
 from hvdtrain.engine.state import RunState
@@ -39,6 +42,7 @@ from hvdtrain.engine.step import norm_of_gradients
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.build import build_exchange, spanning_exchange
+from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.precision import BF16_PARAMS, MasterWeights, Precision
 from hvdtrain.parallel.agreement import Agreement
@@ -52,6 +56,7 @@ from hvdtrain.runtime.state_part import ShardedPart, StatePart
 from hvdtrain.tasks import Task, blocks_of, optional
 
 if TYPE_CHECKING:
+    from hvdtrain.parallel.copies import MemoryCopies
     from hvdtrain.parallel.cut import CutModel
     from hvdtrain.parallel.spanned import HeldShard, SpannedEma, SpannedModel, SpannedOptimizer
 
@@ -141,6 +146,10 @@ class Replicated:
         """Return the agreement before each step; only in an elastic run whose ranks hold shards."""
         return Agreement() if self._elastic and state.sharded is not None else None
 
+    def copies(self, state: RunState) -> tuple[MemoryCopies, Callable[[], HeldShard]] | None:
+        """With checkpoint.memory: return the copies, and what returns this rank's live shard."""
+        return None
+
     def norm(self, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor]:
         """Return the function that computes the norm of the whole model's gradients."""
         return norm_of_gradients
@@ -194,6 +203,11 @@ class Spanning:
 
         self._config = config
         self._elastic = self.rebuilds = elastic
+        self._copies: MemoryCopies | None = None
+        if config.checkpoint.memory.every:
+            from hvdtrain.parallel.copies import MemoryCopies
+
+            self._copies = MemoryCopies(job_secret())
         self._grid: Grid | None = None  # of this generation; None: in the order of the ranks
         self._mesh: Mesh | None = None
         self.stages: CutModel | None = None
@@ -348,6 +362,11 @@ class Spanning:
     def agreement(self, state: RunState) -> Agreement | None:
         return Agreement() if self._elastic else None
 
+    def copies(self, state: RunState) -> tuple[MemoryCopies, Callable[[], HeldShard]] | None:
+        if self._copies is None or self._before is None:
+            return None
+        return self._copies, partial(_shard_of, state, self._before)
+
     def norm(self, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor]:
         from hvdtrain.parallel.spanned import copies_in_replica, same_layers_mesh
 
@@ -379,8 +398,9 @@ class Spanning:
     ) -> C:
         """Transfer shards to the ranks that need them, and build the components around them.
 
-        If a shard was lost, `persistent.newest` is set, and the components are in their initial
-        state: the caller then loads the newest checkpoint.
+        If a shard was lost, `persistent.newest` is set. The components then have the state of
+        copies in memory (`persistent.copied_step`). Without copies they are in their initial state,
+        and the caller loads the newest checkpoint.
 
         Args:
             persistent: whether this process holds the state of the run; updated.
@@ -434,25 +454,67 @@ class Spanning:
         rank: int,
         persistent: PersistentState,
     ) -> None:
-        """Give every rank its shard as of step `newest`; if one was lost, drop all shards."""
+        """Give every rank its shard as of step `newest`, or as of an older step, from copies.
+
+        If a shard is lost, and no step has copies of all shards, drop all shards.
+        """
         from hvdtrain.parallel.spanned import transfer_shards
 
-        held = [placeholder(status.holds(newest)) for status in statuses]
-        shard_map = ShardMap.of_replicas(grid)
+        shard_map, step = ShardMap.of_replicas(grid), newest
+        wanted = [shard_map.held_by(r) for r in range(len(statuses))]
+        own = {self._shard.number: self._shard} if self._shard is not None else {}
         try:
-            transfers = plan_transfers(held, [shard_map.held_by(r) for r in range(len(held))])
+            transfers = plan_transfers(
+                [placeholder(status.holds(newest)) for status in statuses], wanted
+            )
         except ShardLostError:
-            self._shard, persistent.trained, persistent.newest = None, False, newest
-            return
-        received = transfer_shards(transfers, rank, self._shard)
-        if received is not None:
-            self._shard = received
-        assert self._shard is not None
-        if (self._shard.number, self._shard.step) != (grid.shard(rank), newest):
+            persistent.newest = newest
+            found = self._copies_of_all_shards(grid, rank, persistent)
+            if found is None:
+                self._shard, persistent.trained = None, False
+                return
+            step, held = found
+            intervals = [[each for n in numbers for each in placeholder(n)] for numbers in held]
+            transfers = plan_transfers(intervals, wanted)
+            sent = {each.interval.start for each in transfers if each.source == rank}
+            assert self._copies is not None
+            own = self._copies.store.shards(step, {*sent, grid.shard(rank)})
+            persistent.copied_step = step
+        received = transfer_shards(transfers, rank, own)
+        self._shard = received or own[grid.shard(rank)]
+        if (self._shard.number, self._shard.step) != (grid.shard(rank), step):
             raise RuntimeError(
                 f"this rank holds shard {self._shard.number} as of step {self._shard.step} instead "
-                f"of shard {grid.shard(rank)} as of step {newest}"
+                f"of shard {grid.shard(rank)} as of step {step}"
             )
+
+    def _copies_of_all_shards(
+        self, grid: Grid, rank: int, persistent: PersistentState
+    ) -> tuple[int, list[list[int]]] | None:
+        """Find intact copies in memory of all shards; all ranks return the same.
+
+        Returns:
+            Their step, and the shards of which each rank holds a copy; None: there is no such step.
+        """
+        from hvdtrain.parallel.copies import common_step
+
+        if self._copies is None:
+            return None
+        while True:
+            gathered = gather_json(self._copies.store.held(), "copies.held")
+            held = [[(number, at) for number, at in own] for own in gathered]
+            step = common_step(held, grid.replica_size)
+            if step is None:
+                return None
+            damaged = gather_json(self._copies.store.drop_damaged(step), "copies.damaged")
+            if not any(damaged):
+                return step, [[number for number, at in own if at == step] for own in held]
+            for owner, numbers in enumerate(damaged):
+                for number in numbers:
+                    what = f"shard {number} of step {step} on rank {owner}"
+                    persistent.damaged_copies.append(what)
+                    if rank == 0:
+                        logger.error("the copy in memory of %s is damaged, and is not used", what)
 
     def forget_pending_step(self) -> None:
         """See Replicated: the other ranks redo the step without this process.
@@ -461,11 +523,15 @@ class Spanning:
         """
         if self._components is not None and self._components.agreement is not None:
             self._components.agreement.forget()
+        if self._copies is not None:  # the other ranks may return to a step before these
+            self._copies.store.drop(lambda step: True)
 
     def leave_generation(self, exchange: Exchange | None) -> None:
         """See Replicated; ranks that wait for this rank in a collective get an error."""
         from hvdtrain.parallel.world import abandon
 
+        if self._copies is not None:
+            self._copies.leave()
         self._connections.leave()
         abandon()
 
@@ -480,6 +546,8 @@ class Spanning:
     def close(self) -> None:
         from hvdtrain.parallel.world import leave
 
+        if self._copies is not None:
+            self._copies.leave()
         leave()
 
 

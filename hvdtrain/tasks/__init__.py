@@ -35,14 +35,19 @@ class Datasets(NamedTuple):
     `iter(d)` yields `len(d)` samples, the same on every rank; `set_epoch(epoch)`, if defined, is
     called before each pass over the training data.
 
+    Map-style training data may have `shard_samples`, the number of samples of each shard, for
+    loader.order sequential; or be a hvdtrain.data.mixture.Mixture of such datasets.
+
     `fingerprint` changes when the training data does; a resumed run refuses other data. `notes`
-    are logged once at the beginning of a run, such as how many rows were left out.
+    are logged once at the beginning of a run, such as how many rows were left out. `format` is a
+    name for the format of the data, which manifest.json records.
     """
 
     train: Dataset[Any]
     validation: Dataset[Any] | None = None
     fingerprint: str | None = None
     notes: Sequence[str] = ()
+    format: str | None = None
 
 
 class Task(Protocol):

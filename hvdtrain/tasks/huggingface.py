@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,6 +15,7 @@ from hvdtrain.tasks.huggingface_config import HuggingFaceTaskConfig
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from hvdtrain.models.sampling import Sampling
     from hvdtrain.tasks.huggingface_data import TextData
     from hvdtrain.tasks.huggingface_model import ModelDirectory
 
@@ -23,8 +25,6 @@ _COPIED = (
     "chat_template.json", "generation_config.json",
 )  # fmt: skip
 _SHOWN = 5  # number of texts shown with their predicted labels
-_PROMPT = 16  # tokens of packed text to continue
-_WRITTEN, _SECONDS = 100, 20.0  # most tokens to generate, and the time limit
 
 
 class HuggingFace:
@@ -47,18 +47,19 @@ class HuggingFace:
         self._data: TextData | None = None
 
     def datasets(self) -> Datasets:
+        from hvdtrain.data.tokens import TokenWindows
         from hvdtrain.tasks.huggingface_data import read_data
         from hvdtrain.tasks.huggingface_model import kind_of, read_directory
 
         own = self.config.huggingface
         self._directory = read_directory(own.model, kind_of(own.learn))
         self._data = read_data(self.config, self._directory)
-        if own.learn == "text":
+        if isinstance(self._data.datasets.train, TokenWindows):
             self.units = ("tokens", self._data.context)
         return self._data.datasets
 
     def model(self) -> nn.Module:
-        from hvdtrain.tasks.huggingface_model import build_trained, check_causal
+        from hvdtrain.tasks.huggingface_model import build_trained, check_causal, check_separable
 
         assert self._directory is not None and self._data is not None
         # Cached keys and values are for generation, not for training.
@@ -69,6 +70,8 @@ class HuggingFace:
         )
         if self._data.classes is None:
             check_causal(self._directory, model)
+        if own.pack or self._data.separator is not None:
+            check_separable(self._directory, model)
         return model
 
     def loss(self, model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -76,14 +79,20 @@ class HuggingFace:
 
         Args:
             batch: for text int64 (N, context + 1); for answers tokens and targets, (N, context)
-                each; for labels tokens (N, context), their numbers (N,) and labels (N,).
+                each, and with huggingface.pack positions (N, context); for labels tokens
+                (N, context), their numbers (N,) and labels (N,).
         """
+        from torch import Tensor
+
         if self._classifies:
             return self._loss_of_labels(model, *batch)
-        if self.config.huggingface.learn == "text":
-            return _loss_of_tokens(model, batch[:, :-1], batch[:, 1:])
-        tokens, targets = _without_padding(batch[0], batch[1], batch[1] >= 0)
-        return _loss_of_tokens(model, tokens, targets)
+        if not isinstance(batch, Tensor):
+            return _loss_of_tokens(model, *_without_padding(batch[1] >= 0, *batch))
+        tokens, targets = batch[:, :-1], batch[:, 1:]
+        assert self._data is not None
+        if self._data.separator is None:
+            return _loss_of_tokens(model, tokens, targets)
+        return _loss_of_tokens(model, tokens, *_separated(tokens, targets, self._data.separator))
 
     def _loss_of_labels(
         self, model: nn.Module, tokens: Tensor, lengths: Tensor, labels: Tensor
@@ -92,7 +101,7 @@ class HuggingFace:
         from torch.nn.functional import cross_entropy
 
         seen = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-        tokens, mask = _without_padding(tokens, seen.long(), seen)
+        tokens, mask = _without_padding(seen, tokens, seen.long())
         scores = model(input_ids=tokens, attention_mask=mask).logits
         loss = cross_entropy(scores.float(), labels, reduction="sum")
         right = (scores.detach().argmax(1) == labels).sum()
@@ -102,8 +111,7 @@ class HuggingFace:
         """Text that the model generates, or predicted labels of the first validation texts."""
         import torch
 
-        with torch.random.fork_rng(), torch.no_grad():
-            torch.manual_seed(0)
+        with torch.no_grad():
             return self._labels_of_texts(model) if self._classifies else self._written(model)
 
     def _labels_of_texts(self, model: nn.Module) -> str:
@@ -122,69 +130,145 @@ class HuggingFace:
         return "\n".join(shown)
 
     def _written(self, model: Any) -> str:
-        import torch
+        from hvdtrain.models.sampling import Sampling
 
         assert self._data is not None
-        data: Any = self._data.datasets.validation
-        answers = self.config.huggingface.learn == "answers"
-        prompt = data.prompt(0) if answers else data[0][:_PROMPT].tolist()
-        prompt = prompt[: self._data.context - 1] or [0]
-        device = next(model.parameters()).device
-        tokens = torch.tensor([prompt], device=device)
-        written = model.generate(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=min(_WRITTEN, self._data.context - len(prompt)),
-            max_time=_SECONDS,
-            use_cache=True,
-            do_sample=True,
-            temperature=0.8,
-            pad_token_id=0,
-        )[0].tolist()
+        prompt = list(self._data.prompt) or [0]
+        sampling = Sampling(length=min(100, self._data.context - len(prompt)), max_seconds=20.0)
+        written = prompt + _continuation(model, prompt, sampling)
         tokenizer = self._data.tokenizer
         return tokenizer.decode(written) if tokenizer else " ".join(map(str, written))
 
+    def trained_model(self, weights: Mapping[str, Tensor], tokenizer: str | None = None) -> Any:
+        """Build the model of a checkpoint's weights, ready for `generate`, without the data.
 
-def _loss_of_tokens(model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
+        Args:
+            tokenizer: a tokenizer.json to use instead of the run's.
+
+        Raises:
+            UserError: the run trained a classifier; the model's directory or a tokenizer is
+                missing, or does not fit.
+        """
+        if self._classifies:
+            raise UserError("huggingface.learn labels trains a classifier, which writes no text")
+        if tokenizer is not None:
+            data = replace(self.config.data, source="text", tokenizer=tokenizer)
+            self.config = replace(self.config, data=data)
+        self._directory, model = _load(self.config, weights)
+        return model
+
+    def generate(
+        self, model: Any, prompt: str, sampling: Sampling, data_format: str | None = None
+    ) -> str:
+        """Return the text that a model from `trained_model` generates after a prompt.
+
+        Args:
+            data_format: format of the data in the run's manifest.json. A model of `chat` answers
+                the prompt as a user's message, one of `alpaca` as an instruction; other models
+                continue the prompt, and the text begins with it.
+
+        Raises:
+            UserError: the prompt is empty or too long.
+        """
+        from hvdtrain.tasks.huggingface_data import prompt_of
+
+        assert self._directory is not None
+        tokenizer, tokens, ends = prompt_of(self.config, self._directory, prompt, data_format)
+        positions = self._directory.positions
+        if not tokens or (positions and len(tokens) >= positions):
+            raise UserError(
+                f"the prompt has {len(tokens)} tokens; the model needs at least 1 to start from"
+                + (f", and has {positions} positions" if positions else "")
+            )
+        if positions:
+            sampling = replace(sampling, length=min(sampling.length, positions - len(tokens)))
+        written = _continuation(model, tokens, sampling, ends)
+        return tokenizer.decode(written if data_format in ("chat", "alpaca") else tokens + written)
+
+
+def _continuation(
+    model: Any, prompt: Sequence[int], sampling: Sampling, ends: Sequence[int] = ()
+) -> list[int]:
+    """Tokens that a model writes after a prompt; `ends`: tokens that end the text, as eos does."""
+    import torch
+
+    device = next(model.parameters()).device
+    tokens = torch.tensor([prompt], device=device)
+    known = model.generation_config.eos_token_id
+    end = {*ends, *(known if isinstance(known, list) else [known] if known is not None else [])}
+    draws: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature > 0:
+        draws = {"do_sample": True, "temperature": sampling.temperature}
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(sampling.seed)
+        written = model.generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=sampling.length,
+            max_time=sampling.max_seconds,
+            use_cache=True,
+            pad_token_id=0,
+            eos_token_id=sorted(end) or None,
+            **draws,
+        )
+    found: list[int] = written[0, len(prompt) :].tolist()
+    return found
+
+
+def _loss_of_tokens(
+    model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor | None = None
+) -> dict[str, Any]:
     """Loss of the next tokens that are not IGNORED.
 
-    Padding is at the end, where no other token sees it, so no mask is needed.
+    Padding is at the end, where no other token sees it, so no mask is needed. transformers makes a
+    mask that separates documents from positions that restart; check_separable has verified it.
     """
+    import torch
     from torch.nn.functional import cross_entropy
 
-    logits = model(input_ids=tokens).logits.float()
+    more = {} if positions is None else {"position_ids": positions}
+    if tokens.is_meta:  # transformers reads the values of positions, unless it gets a whole mask
+        shape = (len(tokens), 1, tokens.shape[1], tokens.shape[1])
+        more["attention_mask"] = torch.ones(shape, dtype=torch.bool, device=tokens.device)
+    logits = model(input_ids=tokens, **more).logits.float()
     losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return {"loss": (losses, (targets >= 0).sum())}
 
 
-def _without_padding(tokens: Tensor, other: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-    """Drop the last columns that no sample uses from both; meta tensors are returned unchanged."""
-    if tokens.is_meta:
-        return tokens, other
-    columns = int(used.any(0).nonzero().max()) + 1
-    return tokens[:, :columns], other[:, :columns]
+def _separated(tokens: Tensor, targets: Tensor, separator: int) -> tuple[Tensor, Tensor]:
+    """Targets and positions (N, context) of documents, each of which ends with the separator.
 
-
-# --- export -------------------------------------------------------------------
-
-
-def export_trained(
-    config: HuggingFaceTaskConfig, weights: Mapping[str, Tensor], out: Path, merge: bool
-) -> None:
-    """Write a directory that transformers or peft loads with from_pretrained; atomically.
-
-    Args:
-        config: configuration of the run; its model directory must still exist.
-        weights: weights of a checkpoint.
-        merge: for a run with LoRA, add the adapters to the weights; otherwise only the adapters are
-            written, in peft's format.
-
-    Raises:
-        UserError: something is missing, or `out` exists or cannot be written.
+    A separator has no target, because the next document begins after it.
     """
     import torch
 
-    from hvdtrain.checkpoint.export import new_directory
+    from hvdtrain.tasks.huggingface_data import IGNORED
+
+    ends = tokens == separator
+    numbers = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    begins = torch.where(ends, numbers + 1, 0).cummax(dim=1).values
+    begins = torch.cat((torch.zeros_like(begins[:, :1]), begins[:, :-1]), dim=1)
+    return targets.masked_fill(ends, IGNORED), numbers - begins
+
+
+def _without_padding(used: Tensor, *batch: Tensor) -> tuple[Tensor, ...]:
+    """Drop the last columns that no sample uses; meta tensors are returned unchanged."""
+    if used.is_meta:
+        return batch
+    columns = int(used.any(0).nonzero().max()) + 1
+    return tuple(each[:, :columns] for each in batch)
+
+
+def _load(
+    config: HuggingFaceTaskConfig, weights: Mapping[str, Tensor]
+) -> tuple[ModelDirectory, Any]:
+    """The model's directory, and the model with the weights of a checkpoint.
+
+    Raises:
+        UserError: the directory is missing, or is not the one that the run started from.
+    """
+    import torch
+
     from hvdtrain.tasks.huggingface_data import classes_of
     from hvdtrain.tasks.huggingface_model import build_trained, kind_of, read_directory
 
@@ -203,12 +287,41 @@ def export_trained(
     with torch.no_grad():
         for name, tensor in weights.items():
             tensors[name].copy_(tensor)
-        if merge:
-            model = model.merge_and_unload()
+    return directory, model
+
+
+# --- export -------------------------------------------------------------------
+
+
+def export_trained(
+    config: HuggingFaceTaskConfig,
+    weights: Mapping[str, Tensor],
+    out: Path,
+    merge: bool,
+    max_shard_bytes: int | None = None,
+) -> None:
+    """Write a directory that transformers or peft loads with from_pretrained; atomically.
+
+    Args:
+        config: configuration of the run; its model directory must still exist.
+        weights: weights of a checkpoint.
+        merge: for a run with LoRA, add the adapters to the weights; otherwise only the adapters are
+            written, in peft's format.
+        max_shard_bytes: largest size of a file; None: as transformers chooses.
+
+    Raises:
+        UserError: something is missing, or `out` exists or cannot be written.
+    """
+    from hvdtrain.checkpoint.export import new_directory
+
+    directory, model = _load(config, weights)
+    if merge:
+        model = model.merge_and_unload()
     if not merge and config.lora.rank > 0:
         model.peft_config["default"].base_model_name_or_path = str(directory.path.resolve())
     with new_directory(out) as hidden:
-        model.save_pretrained(hidden)
+        most = {} if max_shard_bytes is None else {"max_shard_size": max_shard_bytes}
+        model.save_pretrained(hidden, **most)
         _copy_tokenizer(config, directory, hidden)
 
 
@@ -218,5 +331,8 @@ def _copy_tokenizer(config: HuggingFaceTaskConfig, directory: ModelDirectory, ou
     for name in _COPIED:
         if (directory.path / name).is_file():
             shutil.copyfile(directory.path / name, out / name)
-    if config.data.source == "text":
+    template = config.huggingface.chat_template
+    if template is not None:
+        shutil.copyfile(Path(template).expanduser(), out / "chat_template.jinja")
+    if config.data.source != "tokens":
         shutil.copyfile(tokenizer_file(config, directory), out / "tokenizer.json")

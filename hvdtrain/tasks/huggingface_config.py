@@ -16,11 +16,17 @@ class HuggingFaceConfig:
     Args:
         model: directory with config.json, *.safetensors and tokenizer.json
         weights: start from the directory's weights; false = from random weights
-        learn: `text`: each next token of text or tokens; `answers`: the answers to prompts, from
-            JSON lines; `labels`: the classes of texts, from JSON lines
+        learn: `text`: each next token of text or tokens; `answers`: the answers to prompts and the
+            assistant's turns of chats, from JSON lines; `labels`: the classes of texts, from JSON
+            lines; null = `answers` or `text`, as the first of the JSON lines shows; `text` for
+            other files
         context: maximum tokens per sample; null = as many as the model has positions, up to 1024
-        input_key: key of a JSON line's prompt or text; null = `prompt`, for labels `text`
-        target_key: key of a JSON line's answer or label; null = `answer`, for labels `label`
+        input_key: key of a JSON line's prompt, chat or text; null = recognized; for labels `text`
+        target_key: key of a JSON line's answer or label; null = recognized; for labels `label`
+        chat_template: file with a chat template (Jinja) to use instead of the tokenizer's, also for
+            prompts and answers; null = the tokenizer's, for chats and Alpaca's records
+        pack: put several answers or chats into one sample of `huggingface.context` tokens; none of
+            them sees another
         labels: names of the classes; empty = the classes of the directory's classifier, or else of
             the data
         truncate: truncate a JSON line of more than `huggingface.context` tokens at its end; false =
@@ -29,10 +35,12 @@ class HuggingFaceConfig:
 
     model: str | None = None
     weights: bool = True
-    learn: Literal["text", "answers", "labels"] = "text"
+    learn: Literal["text", "answers", "labels"] | None = None
     context: int | None = None
     input_key: str | None = None
     target_key: str | None = None
+    chat_template: str | None = None
+    pack: bool = False
     labels: list[str] = field(default_factory=list)
     truncate: bool = False
 
@@ -46,8 +54,9 @@ class HuggingFaceConfig:
             f"huggingface.labels are for huggingface.learn labels, not {self.learn}",
         )
         require(
-            not self.labels or 1 < len(set(self.labels)) == len(self.labels),
-            f"huggingface.labels must be at least two distinct names, not {self.labels}",
+            self.learn in (None, "answers") or not (self.pack or self.chat_template),
+            "huggingface.pack and huggingface.chat_template are for huggingface.learn answers, not "
+            f"{self.learn}",
         )
 
 
@@ -81,8 +90,7 @@ class HuggingFaceTaskConfig:
     Args:
         huggingface: the model, and its training objective
         lora: adapters, which are trained instead of the weights
-        data: text, tokens or, for answers and labels, files of JSON lines; `data.tokenizer` null is
-            the directory's tokenizer
+        data: text, tokens or JSON lines; `data.tokenizer` null is the directory's tokenizer
     """
 
     huggingface: HuggingFaceConfig = field(default_factory=HuggingFaceConfig)

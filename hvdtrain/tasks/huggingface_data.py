@@ -1,38 +1,51 @@
 """Training data of transformers models: packed text, answers to prompts, or labels of texts.
 
-Prompts with their answers and texts with their labels come from JSON lines. A line is read, parsed
-and tokenized on access. The lengths of all samples, which batch.max_tokens needs, require a pass
-over all lines.
+Answers, chats and texts with their labels come from JSON lines. A line is read, parsed and
+tokenized on access. The lengths of all samples, which batch.max_tokens and huggingface.pack need,
+require a pass over all lines.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from hvdtrain.data.config import DataConfig
 from hvdtrain.data.files import Fingerprint
-from hvdtrain.data.order import Indices, permute
+from hvdtrain.data.order import Indices
 from hvdtrain.data.packed import read_packed
 from hvdtrain.data.records import JsonLines
 from hvdtrain.data.text import Tokenizer, read
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.tasks import Datasets
+from hvdtrain.tasks.huggingface_chat import ChatTemplate, find_template
 from hvdtrain.tasks.huggingface_config import HuggingFaceTaskConfig
+from hvdtrain.tasks.huggingface_lines import (
+    Answer,
+    Chat,
+    Keys,
+    Line,
+    LineFormat,
+    Lines,
+    alpaca_prompt,
+    holds_lines,
+    recognize,
+)
 from hvdtrain.tasks.huggingface_model import Classes, ModelDirectory
+from hvdtrain.text import plural
 
 IGNORED = -100  # a target without loss
-_SPLIT_SEED = 0  # the split depends on the data only, not on the run's seed
 _LONGEST_BY_DEFAULT = 1024
+_PROMPT = 16  # tokens of packed text to continue
 
 
 @dataclass(frozen=True)
@@ -40,24 +53,52 @@ class TextData:
     """Data of a run.
 
     Args:
-        datasets: samples as in TokenWindows, Answers or LabeledTexts.
+        datasets: samples as in TokenWindows, Answers, Packed or LabeledTexts.
         context: maximum tokens per sample that the model sees.
         tokenizer: None if the data is already tokenized.
+        prompt: tokens of the validation data that a sample of the model continues.
+        separator: the token that ends each document, with data.document_mask.
         classes: classes of a classifier.
     """
 
     datasets: Datasets
     context: int
     tokenizer: Tokenizer | None = None
+    prompt: Sequence[int] = ()
+    separator: int | None = None
     classes: Classes | None = None
 
 
 def read_data(config: HuggingFaceTaskConfig, directory: ModelDirectory) -> TextData:
     """Read the data; raise UserError if it cannot be read or does not match the model."""
-    context = _context(config.huggingface.context, directory)
-    if config.huggingface.learn == "text":
-        return _packed(config, directory, context)
-    return _of_lines(config, directory, context)
+    own, data = config.huggingface, config.data
+    context = _context(own.context, directory)
+    tokenizer = None if data.source == "tokens" else _read_tokenizer(config, directory)
+    lines = holds_lines("data.train", data.train, data.source)
+    if data.validation and lines != holds_lines("data.validation", data.validation, data.source):
+        raise UserError("data.train and data.validation must both be JSON lines, or neither")
+    if not lines:
+        if own.learn in ("answers", "labels"):
+            raise UserError(
+                f"huggingface.learn {own.learn} needs data.train, files of JSON lines (*.jsonl, "
+                "*.ndjson), and data.source text or jsonl"
+            )
+        return _windows(config, data, directory, tokenizer, context)
+    assert tokenizer is not None
+    template = find_template(own.chat_template, tokenizer_file(config, directory), directory)
+    form = recognize(own, data, template is not None)
+    if form.kind == "text":
+        found = _windows(config, replace(data, source="jsonl"), directory, tokenizer, context)
+    elif form.chats and template is None:
+        raise UserError(
+            f"huggingface.model: {directory.path} has no chat template (chat_template.jinja, or "
+            "chat_template in tokenizer_config.json), and the lines of data.train are chats: name "
+            "a template's file with huggingface.chat_template"
+        )
+    else:
+        found = _of_lines(config, directory, form, tokenizer, template, context)
+    notes = [f"data.train: {form.describe()}", *found.datasets.notes]
+    return replace(found, datasets=found.datasets._replace(notes=notes, format=form.name))
 
 
 def _context(wanted: int | None, directory: ModelDirectory) -> int:
@@ -90,44 +131,123 @@ def _check_vocabulary(directory: ModelDirectory, tokens: int) -> None:
         )
 
 
-def _packed(config: HuggingFaceTaskConfig, directory: ModelDirectory, context: int) -> TextData:
-    data = config.data
-    if data.document_mask:
-        raise UserError("data.document_mask is for the task language_model")
-    tokenizer = None if data.source == "tokens" else _read_tokenizer(config, directory)
+def _windows(
+    config: HuggingFaceTaskConfig,
+    data: DataConfig,
+    directory: ModelDirectory,
+    tokenizer: Tokenizer | None,
+    context: int,
+) -> TextData:
+    """Samples of consecutive text."""
+    if data.mixture:
+        raise UserError("data.mixture is for the task language_model")
+    if config.huggingface.pack or config.huggingface.chat_template is not None:
+        raise UserError(
+            "huggingface.pack and huggingface.chat_template are for answers and chats, and "
+            "data.train is text: its samples are always packed, and data.document_mask keeps the "
+            "documents apart"
+        )
     packed = read_packed(data, tokenizer)
     if tokenizer is None:
         _check_vocabulary(directory, packed.meta.vocab_size)
+    separator = packed.meta.separator if data.document_mask else None
+    if data.document_mask and separator is None:
+        raise UserError(
+            "data.document_mask needs token files in which documents are separated: make them "
+            "with `hvdtrain data tokenize --separate`"
+        )
     train, validation = packed.windows(context, "huggingface.context")
-    return TextData(Datasets(train, validation, train.fingerprint()), context, tokenizer)
+    datasets = Datasets(train, validation, train.fingerprint())
+    prompt = validation[0][: min(_PROMPT, context - 1)].tolist()
+    return TextData(datasets, context, tokenizer, prompt, separator)
 
 
-def _of_lines(config: HuggingFaceTaskConfig, directory: ModelDirectory, context: int) -> TextData:
+def _of_lines(
+    config: HuggingFaceTaskConfig,
+    directory: ModelDirectory,
+    form: LineFormat,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    context: int,
+) -> TextData:
+    own = config.huggingface
+    if config.data.document_mask:
+        raise UserError("data.document_mask is for text; for answers and chats, huggingface.pack")
     train, validation = _lines(config)
-    keys, tokenizer = _keys(config), _read_tokenizer(config, directory)
     end = _number(directory, tokenizer, "eos_token")
     padding = _padding(directory, tokenizer)
-    tokens = Tokens(tokenizer, context, end, padding or 0, config.huggingface.truncate)
+    template = template if form.chats else None
+    tokens = Tokens(tokenizer, context, end, padding or 0, own.truncate, template)
     file, objects = read(tokenizer_file(config, directory)), train.objects.fingerprint()
+    more = (form.name, template and template.source, own.pack)
+    unusual = more not in (("answer", None, False), ("label", None, False))
 
     def digest(data: str) -> str:
-        rest = repr((data, len(train), context, keys)).encode()
+        rest = repr((data, len(train), context, form.keys, *(more if unusual else ()))).encode()
         return hashlib.sha256(file + rest).hexdigest()[:16]
 
     fingerprint = Fingerprint(digest(str(objects)), digest(objects.former))
-    if config.huggingface.learn == "answers":
-        if end is None:
+    if form.kind != "label":
+        if end is None and template is None:
             logger.warning(
                 "%s has no eos_token: the model does not learn where answers end", directory.path
             )
-        answers = Answers(train, keys, tokens), Answers(validation, keys, tokens)
-        return TextData(Datasets(*answers, fingerprint), context, tokenizer)
+        return _of_answers(train, validation, form, tokens, own.pack, fingerprint)
     classes = Classes(_labels(config, directory, train), padding)
     texts = (
-        LabeledTexts(train, keys, tokens, classes.labels),
-        LabeledTexts(validation, keys, tokens, classes.labels),
+        LabeledTexts(train, form.keys, tokens, classes.labels),
+        LabeledTexts(validation, form.keys, tokens, classes.labels),
     )
-    return TextData(Datasets(*texts, fingerprint), context, tokenizer, classes)
+    LabeledTexts(Lines.of(train.objects), form.keys, tokens, classes.labels)[0]  # as in _of_answers
+    return TextData(Datasets(*texts, fingerprint), context, tokenizer, classes=classes)
+
+
+def _of_answers(
+    train: Lines,
+    validation: Lines,
+    form: LineFormat,
+    tokens: Tokens,
+    pack: bool,
+    fingerprint: Fingerprint,
+) -> TextData:
+    # Report what is wrong with the lines before the run begins; the first may be in validation.
+    Answers(Lines.of(train.objects), form, tokens).encoded(0)
+    answers = Answers(train, form, tokens), Answers(validation, form, tokens)
+    prompt = answers[1].prompt(0)[: tokens.context - 1]
+    if not pack:
+        datasets = Datasets(*answers, fingerprint)
+        return TextData(datasets, tokens.context, tokens.tokenizer, prompt)
+    packed = [Packed(each) for each in answers]
+    used = packed[0].lengths().sum() / (len(packed[0]) * tokens.context)
+    note = (
+        f"data.train: {plural(len(train), 'line')} packed into "
+        f"{plural(len(packed[0]), 'sample')} of {tokens.context} tokens, {used:.0%} full"
+    )
+    datasets = Datasets(packed[0], packed[1], fingerprint, [note])
+    return TextData(datasets, tokens.context, tokens.tokenizer, prompt)
+
+
+def prompt_of(
+    config: HuggingFaceTaskConfig, directory: ModelDirectory, prompt: str, data_format: str | None
+) -> tuple[Tokenizer, list[int], list[int]]:
+    """(tokenizer, tokens of a prompt, tokens that end the text after it).
+
+    Args:
+        data_format: see HuggingFace.generate.
+
+    Raises:
+        UserError: the tokenizer or the chat template is missing, or does not fit.
+    """
+    tokenizer, file = _read_tokenizer(config, directory), tokenizer_file(config, directory)
+    end = _number(directory, tokenizer, "eos_token")
+    ends = [] if end is None else [end]
+    if data_format == "chat":
+        template = find_template(config.huggingface.chat_template, file, directory)
+        if template is None:
+            raise UserError(f"huggingface.model: {directory.path} has no chat template any longer")
+        return tokenizer, template.question(prompt), ends + template.end_of_turn()
+    text = alpaca_prompt(prompt) if data_format == "alpaca" else prompt
+    return tokenizer, Tokens(tokenizer, 0, end).of_prompt(text), ends
 
 
 def classes_of(config: HuggingFaceTaskConfig, directory: ModelDirectory) -> Classes | None:
@@ -146,32 +266,25 @@ def _labels(
     config: HuggingFaceTaskConfig, directory: ModelDirectory, train: Lines | None
 ) -> tuple[str, ...]:
     known = config.huggingface.labels or directory.labels
-    labels = known or labels_in(train or _lines(config)[0], _keys(config))
+    labels = known or labels_in(train or _lines(config)[0], _keys_of_labels(config))
     if len(labels) < 2:
         raise UserError(f"data.train: all lines have the label {', '.join(labels)}")
     return tuple(labels)
 
 
-def _keys(config: HuggingFaceTaskConfig) -> Keys:
-    own = config.huggingface
-    names = ("text", "label") if own.learn == "labels" else ("prompt", "answer")
-    return Keys(own.input_key or names[0], own.target_key or names[1])
+def _keys_of_labels(config: HuggingFaceTaskConfig) -> Keys:
+    return recognize(config.huggingface, config.data, template=False).keys
 
 
 def _lines(config: HuggingFaceTaskConfig) -> tuple[Lines, Lines]:
     """Return (train, validation)."""
-    data, learn = config.data, config.huggingface.learn
-    if data.source not in ("text", "jsonl") or not data.train:
-        raise UserError(
-            f"huggingface.learn {learn} needs data.train, files of JSON lines (*.jsonl, *.ndjson), "
-            "and data.source text or jsonl"
-        )
+    data = config.data
     train = Lines.of(JsonLines(data.train, data.cache, "data.train"))
     if data.validation:
         return train, Lines.of(JsonLines(data.validation, data.cache, "data.validation"))
     if len(train) < 2:
         raise UserError(
-            f"data.train: {len(train)} lines are too few to split off validation data; set "
+            f"data.train: {plural(len(train), 'line')}: too few to split off validation data; set "
             "data.validation"
         )
     return train.split(data.validation_fraction)
@@ -193,99 +306,6 @@ def _number(directory: ModelDirectory, tokenizer: Tokenizer, name: str) -> int |
 
 
 @dataclass(frozen=True)
-class Lines:
-    """A selection of lines from files of JSON lines.
-
-    Args:
-        objects: objects of all lines.
-        chosen: the numbers of the selected lines, int64.
-    """
-
-    objects: JsonLines
-    chosen: Indices
-
-    @classmethod
-    def of(cls, objects: JsonLines) -> Lines:
-        return cls(objects, np.arange(len(objects)))
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def __getitem__(self, index: int) -> Line:
-        """Raise UserError if the line is not a JSON object."""
-        number = int(self.chosen[index])
-        return Line(self.objects[number], self.objects, number)
-
-    def split(self, fraction: float) -> tuple[Lines, Lines]:
-        """(train, validation): at least one line, in random order, goes to validation."""
-        order = permute(np.arange(len(self)), len(self), _SPLIT_SEED, epoch=0)
-        ends = max(int(len(self) * fraction), 1)
-        parts = np.sort(order[ends:]), order[:ends]
-        train, validation = (Lines(self.objects, self.chosen[part]) for part in parts)
-        return train, validation
-
-
-@dataclass(frozen=True)
-class Line:
-    """An object and its number among all lines."""
-
-    content: dict[str, Any]
-    objects: JsonLines
-    number: int
-
-    @property
-    def where(self) -> str:
-        """Location of the line, for messages."""
-        return self.objects.where(self.number)
-
-    def text(self, key: str, name: str) -> str:
-        """The text under `name`, which the configuration key `key` sets.
-
-        Raises:
-            UserError: the value is missing or not text.
-        """
-        value = self._value(key, name)
-        if not isinstance(value, str):
-            raise UserError(f"{self.where}: {name!r} is not text, but {json.dumps(value)[:40]}")
-        return value
-
-    def label(self, key: str, name: str) -> str | int:
-        """Same as `text`, but a whole number is allowed too."""
-        value = self._value(key, name)
-        if isinstance(value, bool) or not isinstance(value, str | int):
-            raise UserError(
-                f"{self.where}: {name!r} is neither text nor a whole number, but "
-                f"{json.dumps(value)[:40]}"
-            )
-        return value
-
-    def _value(self, key: str, name: str) -> Any:
-        if name not in self.content:
-            raise UserError(
-                f"{self.where}: no key {name!r}, only "
-                f"{', '.join(self.content) or 'an empty object'}; set {key}"
-            )
-        return self.content[name]
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Names of an object's prompt or text, and of its answer or label."""
-
-    input: str
-    target: str
-
-    def input_of(self, line: Line) -> str:
-        return line.text("huggingface.input_key", self.input)
-
-    def answer_of(self, line: Line) -> str:
-        return line.text("huggingface.target_key", self.target)
-
-    def label_of(self, line: Line) -> str | int:
-        return line.label("huggingface.target_key", self.target)
-
-
-@dataclass(frozen=True)
 class Tokens:
     """Options for tokenizing texts.
 
@@ -295,6 +315,7 @@ class Tokens:
         end: the token that ends an answer; None: no end token.
         padding: the token that pads a text at its end.
         truncate: truncate longer text at its end; otherwise it is an error.
+        template: for chats.
     """
 
     tokenizer: Tokenizer
@@ -302,6 +323,7 @@ class Tokens:
     end: int | None = None
     padding: int = 0
     truncate: bool = False
+    template: ChatTemplate | None = None
 
     def too_long(self, where: str, count: int) -> UserError:
         return UserError(
@@ -309,63 +331,143 @@ class Tokens:
             "shorten the line, or truncate lines with huggingface.truncate true"
         )
 
+    def of_prompt(self, prompt: str) -> list[int]:
+        """Tokens of a prompt, without the end token that some files add to a text."""
+        tokens = self.tokenizer.ids(prompt)
+        return tokens[:-1] if tokens and tokens[-1] == self.end else tokens
+
+    def encode(self, found: Answer | Chat, line: Line) -> tuple[list[int], list[bool]]:
+        """(tokens, whether each is trained on). `line`: their location, for messages.
+
+        A prompt and its answer are tokenized separately, because at inference the prompt is
+        tokenized alone.
+        """
+        if isinstance(found, Chat):
+            assert self.template is not None
+            return self.template.encode(found, line)
+        prompt = self.of_prompt(found.prompt)
+        answer = self.tokenizer.ids(found.answer, special=False)
+        if self.end is not None:
+            answer.append(self.end)
+        return prompt + answer, [False] * len(prompt) + [True] * len(answer)
+
 
 class Answers(Dataset[tuple[Tensor, Tensor]]):
     """Sample: tokens and their targets, the next tokens; int64 (context,).
 
-    Targets within the prompt and the padding at the end are IGNORED. The prompt and the answer are
-    tokenized separately, because at inference the prompt is tokenized alone.
+    Targets outside the answers, or the assistant's turns, and the padding at the end are IGNORED.
     """
 
-    def __init__(self, lines: Lines, keys: Keys, tokens: Tokens) -> None:
+    def __init__(self, lines: Lines, form: LineFormat, tokens: Tokens) -> None:
         self._lines = lines
-        self._keys = keys
-        self._tokens = tokens
+        self._form = form
+        self.tokens = tokens
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def prompt(self, index: int) -> list[int]:
-        """Tokens of a sample's prompt."""
-        return self._prompt(self._lines[index])
-
-    def _prompt(self, line: Line) -> list[int]:
-        ids = self._tokens.tokenizer.ids(self._keys.input_of(line))
-        end = self._tokens.end
-        return ids[:-1] if ids and ids[-1] == end else ids
+        """Tokens of a sample before the first that is trained on."""
+        ids, trained = self._ids(self._lines[index])
+        return ids[: trained.index(True)]
 
     def lengths(self) -> Indices:
         """Number of tokens of each sample, without padding."""
         return np.array([len(self._ids(self._lines[i])[0]) - 1 for i in range(len(self))])
 
+    def encoded(self, index: int) -> tuple[Tensor, Tensor]:
+        """(tokens, targets), each int64 (length,): a sample without padding.
+
+        Raises:
+            UserError: the line has another format, is too long, or has nothing to train on.
+        """
+        ids, trained = self._ids(self._lines[index])
+        targets = [token if used else IGNORED for token, used in zip(ids, trained, strict=True)]
+        return torch.tensor(ids[:-1]), torch.tensor(targets[1:])
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Raise UserError if the line lacks a key or is too long."""
-        ids, first = self._ids(self._lines[index])
-        context = self._tokens.context
-        tokens = torch.full((context,), self._tokens.padding)
-        targets = torch.full((context,), IGNORED)
-        tokens[: len(ids) - 1] = torch.tensor(ids[:-1])
-        targets[first - 1 : len(ids) - 1] = torch.tensor(ids[first:])
+        """Raise UserError as `encoded`."""
+        found = self.encoded(index)
+        tokens = torch.full((self.tokens.context,), self.tokens.padding)
+        targets = torch.full((self.tokens.context,), IGNORED)
+        for whole, part in zip((tokens, targets), found, strict=True):
+            whole[: len(part)] = part
         return tokens, targets
 
-    def _ids(self, line: Line) -> tuple[list[int], int]:
-        """(prompt and answer, index of the answer's first token)."""
-        prompt = self._prompt(line)
-        answer = self._tokens.tokenizer.ids(self._keys.answer_of(line), special=False)
-        if self._tokens.end is not None:
-            answer.append(self._tokens.end)
-        context = self._tokens.context
-        ids = prompt + answer
-        if len(ids) > context + 1 and not self._tokens.truncate:
-            raise self._tokens.too_long(line.where, len(ids))
-        ids = ids[: context + 1]
-        first = max(len(prompt), 1)  # the first token cannot be predicted from anything
-        if len(ids) <= first:
+    def _ids(self, line: Line) -> tuple[list[int], list[bool]]:
+        """(tokens, whether each is a target)."""
+        ids, trained = self.tokens.encode(self._form.read(line), line)
+        context, count = self.tokens.context, len(ids)
+        if count > context + 1 and not self.tokens.truncate:
+            raise self.tokens.too_long(line.where, count)
+        ids, trained = ids[: context + 1], trained[: context + 1]
+        if trained:
+            trained[0] = False  # nothing predicts the first token
+        if not any(trained):
             raise UserError(
-                f"{line.where}: no token of the answer remains: the answer is empty, or the prompt "
-                f"has more tokens ({len(prompt)}) than huggingface.context {context}"
+                f"{line.where}: no token to train on remains: the answer is empty, or it begins "
+                f"after the first {context} (huggingface.context) of {count} tokens"
             )
-        return ids, first
+        return ids, trained
+
+
+class Packed(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Sample: tokens, targets and positions of several answers in a row; int64 (context,).
+
+    Positions begin at 0 in each answer, and in the padding at the end.
+    """
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        lengths = answers.lengths()
+        self._samples = best_fit(lengths.tolist(), answers.tokens.context)
+        self._lengths = np.array([lengths[sample].sum() for sample in self._samples])
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def lengths(self) -> Indices:
+        """Number of tokens of each sample, without padding."""
+        return self._lengths
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Raise UserError as `Answers.encoded`."""
+        context, padding = self._answers.tokens.context, self._answers.tokens.padding
+        parts = [self._answers.encoded(line) for line in self._samples[index]]
+        rest = context - sum(len(tokens) for tokens, _ in parts)
+        parts.append((torch.full((rest,), padding), torch.full((rest,), IGNORED)))
+        tokens, targets = (torch.cat(each) for each in zip(*parts, strict=True))
+        return tokens, targets, torch.cat([torch.arange(len(part)) for part, _ in parts])
+
+
+def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Pack items into bins of `size`, with best-fit decreasing (Johnson et al., 1974).
+
+    Args:
+        lengths: length of each item, at most `size`.
+
+    Returns:
+        The items of each bin, each in increasing order; bins by their first item.
+    """
+    with_room: dict[int, list[list[int]]] = {}
+    rooms: list[int] = []  # sorted keys of with_room
+    bins: list[list[int]] = []
+    for item in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
+        at = bisect_left(rooms, lengths[item])
+        if at < len(rooms):
+            room = rooms[at]
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[at]
+        else:
+            room, chosen = size, []
+            bins.append(chosen)
+        chosen.append(item)
+        room -= lengths[item]
+        if room not in with_room:
+            insort(rooms, room)
+        with_room.setdefault(room, []).append(chosen)
+    return sorted(sorted(chosen) for chosen in bins)
 
 
 class LabeledTexts(Dataset[tuple[Tensor, int, int]]):

@@ -28,13 +28,16 @@ _MODELS = {
     CAUSAL: "MODEL_FOR_CAUSAL_LM_MAPPING",
     CLASSIFIER: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
 }
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+# The last one: threads of tokenizers would not survive the fork of loader.workers.
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false",
+}  # fmt: skip
 _POSITIONS_AFTER_PADDING = ("roberta", "camembert", "longformer")
 # Maximum number of names in a message.
 _NAMED = 6
 
 
-def kind_of(learn: str) -> str:
+def kind_of(learn: str | None) -> str:
     """The kind of model for a value of `huggingface.learn`."""
     return CLASSIFIER if learn == "labels" else CAUSAL
 
@@ -45,7 +48,7 @@ def library() -> Any:
     Raises:
         UserError: it is not installed, or cannot be imported.
     """
-    os.environ.update(_OFFLINE)  # read during the import
+    os.environ.update(_ENVIRONMENT)  # read during the import
     try:
         import transformers
     except ImportError as error:
@@ -124,10 +127,15 @@ class ModelDirectory:
             )
         return path
 
+    @property
+    def tokenizer_facts(self) -> dict[str, Any]:
+        """tokenizer_config.json; empty if there is none."""
+        path = self.path / "tokenizer_config.json"
+        return _json(path) if path.is_file() else {}
+
     def special_token(self, name: str) -> str | None:
         """Special token from tokenizer_config.json, such as eos_token."""
-        path = self.path / "tokenizer_config.json"
-        token = _json(path).get(name) if path.is_file() else None
+        token = self.tokenizer_facts.get(name)
         if isinstance(token, dict):  # with options for splitting
             token = token.get("content")
         return token if isinstance(token, str) else None
@@ -312,6 +320,34 @@ def check_causal(directory: ModelDirectory, model: nn.Module) -> None:
             f"huggingface.model: {directory.path}: {type(model).__name__} attends to the tokens "
             "that it must predict; if its architecture can be causal, set is_decoder to true in "
             "config.json"
+        )
+
+
+@torch.no_grad()
+def check_separable(directory: ModelDirectory, model: nn.Module) -> None:
+    """Check that documents in one sample do not see each other: positions restart at each.
+
+    transformers derives the mask from the positions, but some architectures ignore them.
+
+    Raises:
+        UserError: a prediction depends on an earlier document, or the model has no positions.
+    """
+    trained = model.training
+    model.eval()
+    first, second = 3, min(5, (directory.positions or 8) - 3)
+    tokens = torch.arange(1, first + second + 1)[None] % directory.text.vocab_size
+    positions = torch.cat((torch.arange(first), torch.arange(second)))[None]
+    try:
+        packed = model(input_ids=tokens, position_ids=positions).logits[0, first:]
+        alone = model(input_ids=tokens[:, first:]).logits[0]
+        separate = bool((packed - alone).abs().max() <= 1e-4 * alone.abs().max())
+    except TypeError:  # no argument position_ids
+        separate = False
+    model.train(trained)
+    if not separate:
+        raise UserError(
+            f"huggingface.model: {directory.path}: {type(model).__name__} cannot keep the "
+            "documents of a sample apart: set huggingface.pack and data.document_mask to false"
         )
 
 

@@ -15,6 +15,7 @@ from hvdtrain.tasks import Datasets
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hvdtrain.data.mixture import Mixture
     from hvdtrain.data.text import Tokenizer
     from hvdtrain.data.tokens import TokenMeta
     from hvdtrain.models.gpt import GPT
@@ -43,6 +44,9 @@ class LanguageModel:
     def __init__(self, config: LanguageModelConfig) -> None:
         self.config = config
         self.units = ("tokens", config.model.context)
+        # With data.mixture, the loss of each source.
+        self.metrics = tuple(f"loss_{name}" for name in config.data.mixture)
+        self._mixture: Mixture | None = None
         self._vocab_size = 0
         self._separator: int | None = None  # of documents, with data.document_mask
         self._token_bytes: Tensor | None = None
@@ -55,24 +59,40 @@ class LanguageModel:
         return () if self._token_bytes is None else ("bits_per_byte",)
 
     def datasets(self) -> Datasets:
+        from hvdtrain.data.mixture import Mixture
         from hvdtrain.data.packed import read_packed
         from hvdtrain.data.text import Tokenizer
 
         data, context = self.config.data, self.config.model.context
-        self._tokenizer = None if data.source == "tokens" else Tokenizer(data.tokenizer)
-        packed = read_packed(data, self._tokenizer)
-        self._take_over(packed.meta)
-        train, validation = packed.windows(context, "model.context")
-        self._prompt = validation[0][: min(16, context)].tolist()
-        return Datasets(train, validation, train.fingerprint())
+        sources = data.sources()
+        is_text = any(source.source != "tokens" for source in sources.values())
+        self._tokenizer = Tokenizer(data.tokenizer) if is_text else None
+        packed = {
+            name: read_packed(source, None if source.source == "tokens" else self._tokenizer)
+            for name, source in sources.items()
+        }
+        self._take_over({name: one.meta for name, one in packed.items()})
+        windows = {name: one.windows(context, "model.context") for name, one in packed.items()}
+        trains, validations = ({n: pair[i] for n, pair in windows.items()} for i in (0, 1))
+        first = next(iter(validations.values()))
+        self._prompt = first[0][: min(16, context)].tolist()
+        if not data.mixture:
+            train = trains[""]
+            return Datasets(train, first, train.fingerprint())
+        weights = {name: source.weight for name, source in data.mixture.items()}
+        mixture = self._mixture = Mixture(trains, weights, data.mixture_weights)
+        return Datasets(mixture, mixture.validation(validations), mixture.fingerprint())
 
-    def _take_over(self, meta: TokenMeta) -> None:
-        """Store the metadata of the data's tokens."""
+    def _take_over(self, metas: Mapping[str, TokenMeta]) -> None:
+        """Store the metadata of the data's tokens, given those of each source."""
         import torch
 
+        from hvdtrain.data.packed import common_meta
+
+        meta = common_meta(metas)
         self._vocab_size = meta.vocab_size
         self._separator = meta.separator if self.config.data.document_mask else None
-        if self.config.data.document_mask and meta.separator is None:
+        if self.config.data.document_mask and any(m.separator is None for m in metas.values()):
             raise UserError(
                 "data.document_mask needs token files in which documents are separated: make them "
                 "with `hvdtrain data tokenize --separate`"
@@ -91,22 +111,30 @@ class LanguageModel:
         config = self.config.model
         return GPT(replace(config, vocab_size=config.vocab_size or self._vocab_size))
 
-    def loss(self, model: GPT, batch: Tensor) -> dict[str, Any]:
-        """The mean in nats per token; in evaluation also the bits, and the number of bytes of text.
+    def loss(self, model: GPT, batch: Any) -> dict[str, Any]:
+        """The mean in nats per token, of a mixture also the sums of each source; in evaluation also
+        the bits, and the number of bytes of text.
 
         Args:
-            batch: tokens (batch, context + 1), int64.
+            batch: tokens (batch, context + 1), int64; of a mixture (tokens, sources (batch,)).
         """
-        tokens, targets = batch[:, :-1], batch[:, 1:]
+        samples, of_samples = batch, None
+        if self._mixture is not None:
+            samples, sources = batch
+            of_samples = sources.double()  # receives the sums
+        tokens, targets = samples[:, :-1], samples[:, 1:]
         documents = None
         if self._separator is not None:
             documents = (tokens == self._separator).cumsum(dim=1)
-        loss = model.loss(tokens, targets, documents)
+        found: dict[str, Any] = {}
+        found["loss"] = loss = model.loss(tokens, targets, documents, of_samples)
+        if self._mixture is not None and of_samples is not None:
+            found |= self._mixture.losses(of_samples, sources, targets.shape[1])
         if model.training or self._token_bytes is None:
-            return {"loss": loss}
+            return found
         sizes = self._token_bytes.to(targets.device)[targets]
         bits = loss.double() * targets.numel() / math.log(2)
-        return {"loss": loss, "bits_per_byte": (bits, sizes.sum())}
+        return {**found, "bits_per_byte": (bits, sizes.sum())}
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """The perplexity: the number of equally likely tokens that would be as hard to predict."""
@@ -166,8 +194,9 @@ class LanguageModel:
         from hvdtrain.data.tokens import TokenMeta
 
         data = self.config.data
-        if file is None and data.source == "tokens":
-            directory = expand("data.train", data.train)[0].parent
+        first, *_ = sources = list(data.sources().values())
+        if file is None and all(source.source == "tokens" for source in sources):
+            directory = expand(first.key("train"), first.train)[0].parent
             name = TokenMeta.read(directory).tokenizer
             if name != "bytes":
                 raise UserError(

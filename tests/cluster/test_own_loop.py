@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.audit.report import audit
-from tests.support import namespaces, runs
+from tests.support import namespaces, runs, warm
 from tests.support.cluster import Cluster
 from tests.support.job import Finished, Job, poll
 from tests.support.scripts import misuse
@@ -28,7 +28,7 @@ FLAGS = [
     *("--telemetry.port", "0", "--exchange.name", "exact", "--runtime.threads", "1"),
     *("--checkpoint.every", "1000"),
 ]
-SIZES = ["--train.steps", "60", "--batch.global_size", "12", "--batch.micro_size", "2"]
+SIZES = ["--train.steps", "90", "--batch.global_size", "12", "--batch.micro_size", "2"]
 PACE = 0.15  # seconds of pause in each step
 SECONDS = 120
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HVDTRAIN_TEST_PACE": str(PACE)}
@@ -49,9 +49,8 @@ def cluster() -> Iterator[Cluster]:
 
 def alone(root: Path, command: list[str]) -> Finished:
     """Run a script in one process, as run `a`."""
-    python, *rest = command
-    argv = [*rest, "--run.root", str(root), "--run.id", "a"]
-    done = runs.start(root, argv, command=[python]).wait(SECONDS)
+    argv = [*command[1:], "--run.root", str(root), "--run.id", "a"]
+    done = runs.start(root, argv, command=[warm.python(1)]).wait(SECONDS)
     assert done.returncode == 0, done
     return done
 
@@ -83,17 +82,18 @@ def train_with_faults(
 ) -> tuple[Path, Finished]:
     """Send a signal to a rank of a host once that many steps are done; return run and output.
 
-    The run must end with `code`, and have continued on fewer ranks.
+    All ranks train then. The run must end with `code`, and have continued on fewer ranks.
     """
     root = cluster.shared / f"{Path(command[1]).stem}-{start.__name__}"
-    jobs = start(cluster, [*command, "--run.root", str(root), "--run.id", "a"])
+    jobs = start(cluster, [cluster.forked, *command, "--run.root", str(root), "--run.id", "a"])
     metrics = root / "a" / "metrics.jsonl"
 
-    def steps() -> int:
-        return metrics.read_text().count("\n") if metrics.exists() else 0
+    def trained(step: int) -> bool:
+        whole = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+        return len(whole) >= step and json.loads(whole[-1])["world_size"] == 3
 
     for host, step, number in faults:
-        poll(lambda: steps() >= step, SECONDS, f"{step} steps: {jobs[0].output()}")  # noqa: B023
+        poll(lambda: trained(step), SECONDS, f"{step} steps: {jobs[0].output()}")  # noqa: B023
         found = [
             process
             for process in cluster.processes(host)
@@ -175,11 +175,12 @@ class ElasticScript:
         until = "state.batch < 40 or hvd.size() < 3 or state.batch % 10 < 5"
         text = text.replace("state.batch < 200", until)
         self.path.write_text(text)
-        self.command = [sys.executable, str(self.path)]
+        self.command = [cluster.forked, sys.executable, str(self.path)]
 
     def processes(self, host: str) -> list[int]:
-        found = self.cluster.processes(host, f"-m hvdtrain.elastic.horovod_script {self.path}")
-        return [process.pid for process in found]
+        rank = rf"\S*python\S* -m hvdtrain\.elastic\.horovod_script {self.path}"
+        found = self.cluster.processes(host)
+        return [process.pid for process in found if re.match(rank, process.command)]
 
     def wait_for(self, job: Job, sizes: list[int]) -> None:
         """Wait until batches were computed on these numbers of ranks, one after another."""

@@ -132,7 +132,21 @@ class Submit(Protocol):
 
 
 @pytest.fixture(scope="module")
-def submit(slurm: Slurm) -> Submit:
+def venv(slurm: Slurm) -> Path:
+    """A directory to activate, after which `python -m hvdtrain.train` is forked, see warm.py."""
+    directory = slurm.cluster.shared / "venv"
+    (directory / "bin").mkdir(parents=True)
+    python = directory / "bin" / "python"
+    forked = f'[ "$2" = hvdtrain.train ] && exec {slurm.cluster.python} "$@"'
+    python.write_text(f'#!/bin/sh\n{forked}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    activate = f"source {sys.prefix}/bin/activate\nPATH={directory}/bin:$PATH\n"
+    (directory / "bin" / "activate").write_text(activate)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def submit(slurm: Slurm, venv: Path) -> Submit:
     def submit(
         name: str,
         options: Sequence[str] = ONE_EACH,
@@ -146,7 +160,7 @@ def submit(slurm: Slurm) -> Submit:
         slow.touch()
         train = [str(script)] if script else ["slurm/train.sbatch", *TRAIN]
         argv = [*options, f"--output={root}/job.log", *train, *more]
-        environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "VENV": sys.prefix}
+        environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "VENV": str(venv)}
         environment |= {"HVDTRAIN_TEST_SLOW": f"{PACE}:{slow}", **env}
         job = slurm.sbatch([*argv, "--run.root", str(root)], environment)
         return SlurmRun(slurm, root, job, env.get("LAUNCHER", "srun"))

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hvdtrain import cli
 from hvdtrain.audit.lineage import check_order
 from hvdtrain.audit.report import audit
+from hvdtrain.data.order import ShuffledOrder
 from hvdtrain.errors import UserError
 from tests.support.history import SIZE, TOTAL, History
 from tests.support.runs import TINY, start
@@ -37,7 +38,9 @@ def _histories(draw: st.DrawFn, off: Sequence[float] = (0.0,)) -> Callable[[Path
     plan = draw(
         st.lists(
             st.tuples(
-                st.sampled_from(["kill", "torn", "preempted", "failure", "hosts", "back"]),
+                st.sampled_from(
+                    ["kill", "torn", "preempted", "failure", "hosts", "back", "copies"]
+                ),
                 st.integers(1, 4),
                 st.integers(0, 14),
             ),
@@ -58,7 +61,9 @@ def _histories(draw: st.DrawFn, off: Sequence[float] = (0.0,)) -> Callable[[Path
                 history.end(75)
             elif how in ("kill", "torn"):
                 history.crash(torn=how == "torn")
-            if history.running:
+            if history.running and how == "copies":
+                history.return_to_copies(ranks, back=min(3, history.step))
+            elif history.running:
                 logged = history.log_every == 1 and history.step > history.lowest
                 cause = "hosts" if how == "hosts" else "failure"
                 history.recover(ranks, cause, back=int(how == "back" and logged))
@@ -414,6 +419,32 @@ def test_local_steps_may_roll_back_only_to_the_last_common_state(
         assert message in found.lineage.findings[0].message
 
 
+def test_steps_repeated_after_a_return_to_copies_are_listed(tmp_path: Path) -> None:
+    history = History(tmp_path / "run", log_every=4, save_every=10)
+    history.launch(4)
+    history.steps(14)
+    history.return_to_copies(4, back=4)
+    history.steps(TOTAL)
+    history.end(0)
+    events = _read(history.directory, "events")
+    again = [event for event in events if event["event"] == "start"][1]
+    again["damaged_copies"] = ["shard 1 of step 10 on rank 2"]
+    _write(history.directory, "events", events)
+    text = audit(history.directory).to_text()
+    assert "1 restart, 2 to 4 steps redone" in text, text
+    assert "continued from the copies in memory of step 10; steps redone: 2 to 4" in text
+    assert "the copy in memory of shard 1 of step 10 on rank 2 was damaged, and not used" in text
+
+
+def test_start_from_copies_of_a_step_that_was_not_reached_is_reported(tmp_path: Path) -> None:
+    history = History(tmp_path / "run", save_every=0)
+    history.launch(4)
+    history.steps(9)
+    history.return_to_copies(4, back=-1)
+    found = audit(history.directory)
+    assert "state" in {finding.kind for finding in found.lineage.findings}, found.to_text()
+
+
 def test_start_from_a_nonexistent_checkpoint_is_reported(history: History) -> None:
     events = _read(history.directory, "events")
     (saved,) = [e for e in events[:5] if e["event"] == "checkpoint" and e["step"] == 10]
@@ -455,7 +486,7 @@ def test_run_started_from_another_runs_checkpoint_is_clean(tmp_path: Path) -> No
     found = audit(history.directory)
     assert found.clean and not found.lineage.findings, found.to_text()
     assert "Steps 21 to 29 " in found.to_text()
-    assert (found.order.start, found.order.stop) == (200, 290)
+    assert (found.orders[""].start, found.orders[""].stop) == (200, 290)
 
 
 def test_report_lists_healed_ranks_failed_saves_and_skipped_steps(history: History) -> None:
@@ -492,18 +523,19 @@ def test_unclean_run_exits_with_1(history: History, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("limit", [7, 64, 1000, 10**6])
 def test_order_check_examines_at_most_twice_its_limit(limit: int) -> None:
-    check = check_order(100, 5000, 130, seed=3, limit=limit)
+    check = check_order(ShuffledOrder(130, seed=3), 100, 5000, limit)
     assert not check.repeated and 0 < check.checked <= 2 * limit
     assert check.all_checked == (limit >= 5000)
 
 
 def test_repeated_samples_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.audit.lineage.permute", lambda p, size, seed, epoch: p // 2)
-    assert check_order(100, 391, 130, seed=3).repeated == [0, 1, 2]
-    monkeypatch.setattr("hvdtrain.audit.lineage.permute", lambda p, size, seed, epoch: p + 1)
-    assert check_order(100, 390, 130, seed=3).repeated == [0, 1, 2]
+    order = ShuffledOrder(130, seed=3)
+    monkeypatch.setattr("hvdtrain.data.order.permute", lambda p, size, seed, epoch: p // 2)
+    assert check_order(order, 100, 391).repeated == [0, 1, 2]
+    monkeypatch.setattr("hvdtrain.data.order.permute", lambda p, size, seed, epoch: p + 1)
+    assert check_order(order, 100, 390).repeated == [0, 1, 2]
 
 
 def test_order_check_of_a_huge_dataset_is_bounded() -> None:
-    check = check_order(0, 3 * 10**9, 10**9, seed=3, limit=10**5)
+    check = check_order(ShuffledOrder(10**9, seed=3), 0, 3 * 10**9, limit=10**5)
     assert 0 < check.checked <= 2 * 10**5 and not check.repeated

@@ -131,6 +131,8 @@ def test_checkpoint_bench_measures_stall_and_restore(tmp_path: Path) -> None:
     )
     assert metrics["stall, every 1 steps"]["aim"] == "<= 1"
     assert metrics["restore / plain read"]["unit"] == "x"
+    assert metrics["stall per copy in memory"]["median"] > 0
+    assert metrics["copies every 5 steps / without"]["unit"] == "x"
     assert report["bytes"] > 10000
     assert list(tmp_path.iterdir()) == []  # it leaves nothing
 

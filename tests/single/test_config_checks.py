@@ -18,12 +18,13 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 AXES = ("tensor", "pipeline", "context", "shard")
 
 # A value that enables a key, or that a check names, for each term of the tables.
-TERM = re.compile(r"`([a-z_]+\.[a-z_0-9]+)(?: ([^`]+))?`( above 1| other than `(\S+)`)?")
+TERM = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?: ([^`]+))?`( above 1| other than `(\S+)`)?")
 ON = {
     "train.epochs": "2",
     "train.steps": "5",
     "train.patience": "2",
     "checkpoint.keep_best": "true",
+    "checkpoint.memory.every": "5",
     "batch.max_tokens": "64",
     "batch.per_rank_size": "4",
     "optim.scale_lr": "linear",
@@ -121,6 +122,11 @@ def test_rank_checks_pass_default_configuration_on_any_ranks() -> None:
         ("--exchange.reduce=adasum", Ranks(64, False, mpi=True), "multiple of the 64 ranks"),
         ("--parallel.zero=1 --parallel.zero_copies=3", Ranks(2, False), "exceeds the 2 ranks"),
         ("--memory.fit=true", Ranks(1, True), "set batch.micro_size"),
+        (
+            "--parallel.tensor=2 --checkpoint.memory.every=5",
+            Ranks(2, False),
+            "requires an elastic run",
+        ),
         ("--batch.per_rank_size=4", Ranks(1, True), "set batch.global_size"),
         ("--profile.steps=1:2 --profile.ranks=0,3", Ranks(2, False), "ranks are 0 to 1"),
     ],

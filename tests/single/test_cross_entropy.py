@@ -54,3 +54,19 @@ def test_loss_under_no_grad_matches_torch_and_keeps_no_graph() -> None:
     with torch.no_grad():
         loss = vocabulary.cross_entropy(logits.clone(), targets)
     assert torch.equal(loss, expected) and not loss.requires_grad
+
+
+@pytest.mark.parametrize("few", [0, 1 << 22])
+def test_loss_of_each_target_matches_torch_and_has_no_gradient(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocabulary, "_MANY", few)
+    logits, targets = torch.randn(2, 6, 9).requires_grad_(), torch.randint(9, (2, 6))
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    each = torch.empty(2, 6)
+    loss = vocabulary.cross_entropy(logits * 1, targets, each)
+    torch.testing.assert_close(each.flatten(), expected.detach())
+    torch.testing.assert_close(loss, expected.mean())
+    assert not each.requires_grad
+    gradient, wanted = (torch.autograd.grad(x, logits)[0] for x in (loss, expected.mean()))
+    torch.testing.assert_close(gradient, wanted)

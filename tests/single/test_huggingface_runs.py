@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,20 @@ from hvdtrain import cli
 from hvdtrain.checkpoint.format import read
 from hvdtrain.config import parse
 from hvdtrain.data.order import sample_order
+from hvdtrain.data.text import Tokenizer
 from hvdtrain.data.tokens import TokenWindows
 from hvdtrain.run.data import build_data
+from hvdtrain.tasks.huggingface_data import IGNORED
 from tests.support.job import Finished, Job
 from tests.support.runs import CORPUS, environment, forked_train, losses, metrics, start, weights
-from tests.support.transformer_directories import answers, labeled, make
+from tests.support.transformer_directories import (
+    CHATML,
+    add_template,
+    answers,
+    chats,
+    labeled,
+    make,
+)
 
 STEPS, GLOBAL, MICRO, CONTEXT, LR, SEED = 8, 12, 2, 24, 2e-3, 1234
 COMMON = (
@@ -33,6 +42,7 @@ TARGETS = {
     "llama": f"--huggingface.context {CONTEXT} --data.train {CORPUS}",
     "gpt2": "--huggingface.learn answers --data.train {root}/answers.jsonl --lora.rank 4",
     "bert": "--huggingface.learn labels --data.train {root}/labeled.jsonl",
+    "chat": "--huggingface.pack true --data.train {root}/chats.jsonl",
 }
 
 
@@ -61,8 +71,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("huggingface")
     answers(root / "answers.jsonl")
     labeled(root / "labeled.jsonl")
-    for layout in TARGETS:
+    chats(root / "chats.jsonl")
+    for layout in ("llama", "gpt2", "bert"):
         make(root / layout, layout)
+    add_template(make(root / "chat", "llama", max_position_embeddings=128))
+    for layout in TARGETS:
         _train(root, layout, f"alone-{layout}")
     return root
 
@@ -74,29 +87,30 @@ def _assert_same_curve(directory: Path, alone: Path) -> None:
             assert line[key] == pytest.approx(expected[key], rel=1e-5), key
 
 
-def _plain(root: Path, windows: Any) -> list[float]:
-    """Return the losses of a transformers loop, with gradients clipped as by default."""
+def _plain(root: Path, layout: str, steps: Iterable[list[tuple[dict[str, Any], float]]]) -> Any:
+    """Return the losses of a transformers loop, with gradients clipped as by default.
+
+    Args:
+        steps: inputs of the model for each micro-batch of a step, and the weight of its loss.
+    """
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(root / "llama", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(root / layout, dtype=torch.float32)
     model.train()
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    optim = parse(["--config", str(root / "alone-llama/config.yaml")]).config.optim
+    optim = parse(["--config", str(root / f"alone-{layout}/config.yaml")]).config.optim
     groups = [
         {"params": matrices, "weight_decay": optim.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=optim.betas)
     found = []
-    for step in range(STEPS):
+    for micro_batches in steps:
         optimizer.zero_grad()
         total = 0.0
-        indices = sample_order(step * GLOBAL, (step + 1) * GLOBAL, len(windows), SEED)
-        for micro_batch in indices.reshape(-1, MICRO):
-            # transformers shifts labels itself, so the last token is only a label.
-            tokens = torch.stack([windows[i] for i in micro_batch])
-            loss = model(input_ids=tokens, labels=tokens).loss / (GLOBAL // MICRO)
+        for inputs, weight in micro_batches:
+            loss = model(**inputs).loss * weight
             loss.backward()
             total += loss.item()
         found.append(total)
@@ -108,13 +122,63 @@ def _plain(root: Path, windows: Any) -> list[float]:
 def test_losses_match_plain_transformers_loop(root: Path) -> None:
     settings = parse(["--config", str(root / "alone-llama/config.yaml")])
     _, datasets = build_data(settings)
-    assert isinstance(datasets.train, TokenWindows)
+    windows = datasets.train
+    assert isinstance(windows, TokenWindows)
+
+    def batches(step: int) -> Iterator[tuple[dict[str, Any], float]]:
+        indices = sample_order(step * GLOBAL, (step + 1) * GLOBAL, len(windows), SEED)
+        for micro_batch in indices.reshape(-1, MICRO):
+            # transformers shifts labels itself, so the last token is only a label.
+            tokens = torch.stack([windows[i] for i in micro_batch])
+            yield {"input_ids": tokens, "labels": tokens}, MICRO / GLOBAL
+
     found = losses(root / "alone-llama")
-    assert found == pytest.approx(_plain(root, datasets.train), rel=1e-5)
+    steps = (list(batches(step)) for step in range(STEPS))
+    assert found == pytest.approx(_plain(root, "llama", steps), rel=1e-5)
     assert found[-1] < 0.98 * found[0], "it learns nothing"
 
 
-@pytest.mark.parametrize(("layout", "launcher"), [("llama", "gloo:2"), ("bert", "gloo:3")])
+def test_packed_chats_match_plain_loop_over_single_chats(root: Path) -> None:
+    import transformers
+
+    _, datasets = build_data(parse(["--config", str(root / "alone-chat/config.yaml")]))
+    packed: Any = datasets.train
+    tokenizer = transformers.AutoTokenizer.from_pretrained(root / "chat")
+    turn = "{{ m.content }}<|im_end|>{{ '\\n' }}"
+    marks = f"{{% generation %}}{turn}{{% endgeneration %}}"
+    marked = CHATML.replace(
+        "{{ m.content }}<|im_end|>\n",
+        f"{{% if m.role == 'assistant' %}}{marks}{{% else %}}{turn}{{% endif %}}",
+    )
+
+    def inputs(index: int) -> dict[str, Any]:
+        """Inputs for one chat, with labels that transformers makes from a template with marks."""
+        line = packed._answers._lines[index].content
+        found = tokenizer.apply_chat_template(
+            line["messages"],
+            chat_template=marked,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        tokens, mask = (torch.tensor([found[key]]) for key in ("input_ids", "assistant_masks"))
+        assert tokens.tolist() == [tokenizer.apply_chat_template(line["messages"])["input_ids"]]
+        return {"input_ids": tokens, "labels": tokens.where(mask.bool(), IGNORED)}
+
+    def batches(step: int) -> list[tuple[dict[str, Any], float]]:
+        indices = sample_order(step * GLOBAL, (step + 1) * GLOBAL, len(packed), SEED)
+        found = [inputs(line) for index in indices for line in packed._samples[index]]
+        counts = [int((one["labels"] != IGNORED).sum()) for one in found]
+        return [(one, count / sum(counts)) for one, count in zip(found, counts, strict=True)]
+
+    found = losses(root / "alone-chat")
+    steps = (batches(step) for step in range(STEPS))
+    assert found == pytest.approx(_plain(root, "chat", steps), rel=1e-5)
+    assert found[-1] < 0.98 * found[0], "it learns nothing"
+
+
+@pytest.mark.parametrize(
+    ("layout", "launcher"), [("llama", "gloo:2"), ("bert", "gloo:3"), ("chat", "gloo:2")]
+)
 def test_loss_curve_is_independent_of_world_size(root: Path, layout: str, launcher: str) -> None:
     directory = _train(root, layout, f"ranks-{layout}", launcher)
     _assert_same_curve(directory, root / f"alone-{layout}")
@@ -245,6 +309,63 @@ def test_invalid_data_line_is_reported_once_across_ranks(root: Path) -> None:
     done = _run(root, flags, "mpirun:2")
     assert done.returncode == 2 and "Traceback" not in done.stderr, done
     assert done.stderr.count(f"{bad}: line 5: no key 'answer', only prompt;") == 1, done
+
+
+def test_chats_without_template_end_before_a_run_directory(root: Path) -> None:
+    flags = [*_flags(root, "chat"), "--huggingface.model", str(root / "llama"), "--run.id", "none"]
+    done = _run(root, flags, "mpirun:2")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done
+    assert done.stderr.count("has no chat template (chat_template.jinja, or") == 1, done
+    assert not (root / "none").exists()
+
+
+# --- generate ----------------------------------------------------------------
+
+
+def _generated(capsys: pytest.CaptureFixture[str], directory: Path, *flags: str) -> str:
+    capsys.readouterr()
+    command = ["generate", str(directory), "--prompt", "the work", "--length", "12", *flags]
+    assert cli.main(command) == 0
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+def test_generate_answers_with_chat_template(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    out = _export(root, "alone-chat")
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    user = [{"role": "user", "content": "the work"}]
+    prompt = tokenizer.apply_chat_template(user, add_generation_prompt=True, return_tensors="pt")
+    ends = [1, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    written = model.generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=ends)
+    answer = tokenizer.decode(written[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert len(answer) > 2
+    assert _generated(capsys, root / "alone-chat", "--temperature", "0") == answer
+    hot = ("--temperature", "3", "--seed")
+    drawn = [_generated(capsys, root / "alone-chat", *hot, seed) for seed in "112"]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_generate_continues_prompt_with_adapters(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = _trained(root, "alone-gpt2")
+    tokenizer = Tokenizer(str(root / "gpt2/tokenizer.json"))
+    tokens = torch.tensor([tokenizer.ids("the work")])
+    written = model.generate(input_ids=tokens, max_new_tokens=12, do_sample=False)
+    expected = tokenizer.decode(written[0].tolist())
+    assert _generated(capsys, root / "alone-gpt2", "--temperature", "0") == expected
+    assert expected.startswith("the work") and len(expected) > 10
+
+
+def test_generate_is_rejected_for_classifier(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", str(root / "alone-bert"), "--prompt", "a"]) == 2
+    assert "trains a classifier, which writes no text" in capsys.readouterr().err
 
 
 def test_merge_is_rejected_for_run_without_adapters(

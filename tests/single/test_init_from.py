@@ -136,7 +136,7 @@ def test_mismatched_weights_are_listed_and_skipped_if_not_strict(tmp_path: Path)
         ("nothing", "there is no such file or directory"),
         (
             "empty directory",
-            "a run, a checkpoint, or a directory with model.safetensors is expected",
+            "a run, a checkpoint, or a directory with model.safetensors, of ",
         ),
         ("empty run", "this run has no finished checkpoint"),
         ("pickle", "a file of weights ends with .safetensors"),

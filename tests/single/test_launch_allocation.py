@@ -19,6 +19,7 @@ from hvdtrain.errors import EXIT_PREEMPTED, UserError
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership
 from hvdtrain.supervise.allocation import HostTask, this_task
+from tests.support import warm
 from tests.support.job import Job, poll
 from tests.support.runs import metrics
 
@@ -80,10 +81,11 @@ def test_second_driver_of_a_run_is_refused(tmp_path: Path) -> None:
 
 
 class LocalRun:
-    """`hvdtrain launch` of 2 ranks on this host."""
+    """`hvdtrain launch` of 2 ranks on this host, which are forked unless `fresh`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, fresh: bool = False) -> None:
         self.root = root
+        self._prefix = [] if fresh else [warm.prefix(2)]
         self.directory = root / "a"
 
     def start(self, *flags: str) -> Job:
@@ -91,7 +93,8 @@ class LocalRun:
         return self.job
 
     def launch(self, output: str, *more: str) -> Job:
-        argv = [*LAUNCH, "--slots", "2", "--tls", "--", *TRAIN, *more]
+        train = [*self._prefix, sys.executable, "-m", "hvdtrain.train", *TRAIN, *more]
+        argv = [*LAUNCH, "--slots", "2", "--tls", "--", *train]
         argv += ["--run.root", str(self.root), "--run.id", "a"]
         env = os.environ | {"OMP_NUM_THREADS": "1", "HVDTRAIN_TEST_PACE": "0.02"}
         return Job([], argv, env, self.root / output)
@@ -116,6 +119,7 @@ def local_run(tmp_path: Path) -> Iterator[LocalRun]:
     run.job.kill()
 
 
+@pytest.mark.slow
 def test_signals_save_and_end_the_run_or_end_it_at_once(local_run: LocalRun) -> None:
     local_run.wait_for_steps(3)
     local_run.job.send(signal.SIGTERM)
@@ -141,6 +145,7 @@ def _drivers(run: LocalRun) -> list[psutil.Process]:
     return [process for process in every if process.name() == DRIVER_NAME]
 
 
+@pytest.mark.slow
 def test_task_exits_with_the_code_of_the_run_although_its_driver_is_killed(tmp_path: Path) -> None:
     run = LocalRun(tmp_path)
     run.start("--train.steps", "250")
@@ -157,16 +162,23 @@ def test_task_exits_with_the_code_of_the_run_although_its_driver_is_killed(tmp_p
     assert run.steps() == 250
 
 
-def test_nothing_of_a_host_outlives_its_task(local_run: LocalRun) -> None:
-    local_run.wait_for_steps(3)
-    task = psutil.Process(local_run.job.pid)
-    every = task.children(recursive=True)
-    assert {DRIVER_NAME, "hvdtrain-agent", "hvdtrain-guard"} <= {p.name() for p in every}
-    task.kill()
-    gone, alive = psutil.wait_procs(every, timeout=10)
-    assert gone and not alive
+@pytest.mark.slow
+def test_nothing_of_a_host_outlives_its_task(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path, fresh=True)
+    run.start()
+    try:
+        run.wait_for_steps(3)
+        task = psutil.Process(run.job.pid)
+        every = task.children(recursive=True)
+        assert {DRIVER_NAME, "hvdtrain-agent", "hvdtrain-guard"} <= {p.name() for p in every}
+        task.kill()
+        gone, alive = psutil.wait_procs(every, timeout=10)
+        assert gone and not alive
+    finally:
+        run.job.kill()
 
 
+@pytest.mark.slow
 def test_second_start_joins_the_run_only_with_the_same_command(local_run: LocalRun) -> None:
     local_run.wait_for_steps(1)
     same, other = local_run.launch("same"), local_run.launch("other", "--seed", "2")

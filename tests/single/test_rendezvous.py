@@ -15,9 +15,11 @@ import pytest
 from horovod.runner.common.util import secret
 from horovod.runner.http.http_client import put_data_into_kvstore, read_data_from_kvstore
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousServer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvdtrain.elastic.rendezvous import ask, make_handler
-from hvdtrain.elastic.request_server import RequestServer
+from hvdtrain.elastic.request_server import RequestServer, _AddressExchange
 from hvdtrain.errors import UserError
 from hvdtrain.runtime import interfaces
 from tests.soak.bench.rendezvous import rendezvous
@@ -116,6 +118,29 @@ def test_ranks_receive_only_addresses_of_the_current_context(either: Launcher) -
     assert either.exchange(3, b"attempt2") == (200, _column(3))
     # Another request waits for the others again, and reports after a while that they are missing.
     assert either.exchange(3, b"attempt3") == (404, b"")
+
+
+@given(st.data(), st.integers(2, 6), st.integers(1, 5))
+def test_each_rank_receives_what_the_others_sent_for_it(
+    data: st.DataObject, size: int, length: int
+) -> None:
+    # Few values, so that some bytes are the same in a row.
+    value = st.lists(st.sampled_from(b"\0ab"), min_size=length, max_size=length).map(bytes)
+    values = data.draw(
+        st.lists(st.lists(value, min_size=size, max_size=size), min_size=size, max_size=size)
+    )
+    exchange = _AddressExchange(size)
+    order = data.draw(st.permutations(range(size)))
+    exchange.add(order[0], bytes(range(8 + length * (size - 1))))  # replaced by the next row
+    for rank in order:
+        others = [values[rank][other] for other in range(size) if other != rank]
+        exchange.add(rank, bytes([rank] * 8) + b"".join(others))
+    assert exchange.over.is_set()
+    for rank in range(size):
+        of_others = [values[other][rank] for other in range(size) if other != rank]
+        assert exchange.column(rank) == b"".join(of_others)
+    with pytest.raises(ValueError, match="a row of"):
+        exchange.add(0, bytes(9 + length * (size - 1)))
 
 
 @pytest.mark.alone

@@ -254,6 +254,14 @@ class Cluster:
                 self._warm_up(host)
         return str(path)
 
+    @property
+    def forked(self) -> str:
+        """On every host, a command that precedes `python -m MODULE`, see warm.prefix."""
+        path = self._directory.path / "forked"
+        if not path.exists():
+            warm.write_prefix(path, self.python)
+        return str(path)
+
     def run(
         self,
         host: str,

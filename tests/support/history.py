@@ -74,6 +74,13 @@ class History:
         self.step -= back
         self._start(cause, "memory", ranks, RECOVERING)
 
+    def return_to_copies(self, ranks: int, back: int) -> None:
+        """Lose shards, and continue from copies in memory that are `back` steps old."""
+        self._pass("recovery", RECOVERING)
+        lost, self.step = self.step, self.step - back
+        facts = {"lost_step": lost} if back else {}
+        self._start("failure", "memory_copy", ranks, RECOVERING, **facts)
+
     def steps(self, count: int) -> None:
         for _ in range(min(count, TOTAL - self.step)):
             self._pass("step", STEP)
@@ -101,7 +108,7 @@ class History:
     def wall(self) -> float:
         return self._sign - self.begin
 
-    def _start(self, cause: str, source: str, ranks: int, seconds: float) -> None:
+    def _start(self, cause: str, source: str, ranks: int, seconds: float, **facts: Any) -> None:
         self.generation += 1
         self.ranks, self.running, self.lowest = ranks, True, self.step
         for step in [step for step in self._lines if step > self.step]:
@@ -134,6 +141,7 @@ class History:
             log_every=self.log_every,
             micro_size=2,
             sync_every=self.sync_every,
+            **facts,
         )
         self._sign = self.clock
 

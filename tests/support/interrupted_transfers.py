@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from hvdtrain.engine.callbacks import stragglers
 from hvdtrain.engine.step import ControlSums, ControlVector
 from hvdtrain.parallel import agreement
+from hvdtrain.parallel.copies import CopyStore
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
 from tests.support.tasks import Paced
@@ -109,6 +111,23 @@ class DyingReplica(LanguageModel):
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__(config)
         _die_where_ranks_agree()
+
+
+class DamagedCopies(DyingReplica):
+    """DyingReplica; HVDTRAIN_TEST_DAMAGE=12:5,10: after step 12, a bit of each copy in memory of
+    steps 5 and 10 changes on all ranks."""
+
+    def callbacks(self) -> list[Any]:
+        return [self]
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        at, _, steps = os.environ.get("HVDTRAIN_TEST_DAMAGE", "0:0").partition(":")
+        if record["step"] != int(at):
+            return
+        for store in [o for o in gc.get_objects() if isinstance(o, CopyStore)]:
+            for (_, step), copy in store._copies.items():
+                if str(step) in steps.split(","):
+                    copy.content[copy.content.numel() // 2] ^= 1
 
 
 def _die_where_ranks_agree() -> None:

@@ -78,7 +78,8 @@ class Supervised:
         """Start a supervisor; `more` are additional options."""
         launch = ["python", "-m", "hvdtrain.cli", "launch", *self._options, *more.split()]
         self.started_at, self.host = time.time(), host
-        argv = [*launch, "--", *self._train]
+        train = [self.cluster.forked, "python", "-m", "hvdtrain.train", *self._train]
+        argv = [*launch, "--", *train]
         self.job = self.cluster.start(host, argv, ENVIRONMENT | dict(env or {}))
         return self.job
 

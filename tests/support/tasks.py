@@ -9,12 +9,14 @@ import threading
 import time
 from contextlib import suppress
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hvdtrain.data.order import sample_order
 from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.tasks import Datasets
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
@@ -79,6 +81,60 @@ class Large(Regression):
 
 class LargeBeyondFour(Large):
     most = 4
+
+
+class Spiking(Regression):
+    """Noisy targets, and outliers in some global batches of 8 samples: HVDTRAIN_TEST_SPIKES=20,31.
+
+    An epoch has 128 batches of 8 samples, numbered from 1.
+
+    HVDTRAIN_TEST_KILL=2:15,1:rollback: process 2 (launcher's number) sends SIGKILL in its 15th
+    micro-batch, and process 1 when it has begun to return to a checkpoint.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "train.steps": 40, "optim.lr": 0.01, "batch.global_size": 8, "batch.micro_size": 2,
+        "eval.every": 0, "telemetry.port": 0, "checkpoint.every": 10, "checkpoint.keep": 50,
+        "schedule.name": "constant", "schedule.warmup_steps": 0,
+        "train.spike.window": 10, "train.spike.factor": 20.0,
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        own = psutil.Process().environ()  # as it was at the start
+        entries = filter(None, own.get("HVDTRAIN_TEST_KILL", "").split(","))
+        kills = dict(entry.split(":") for entry in entries)
+        self._killed_at, self._calls = kills.get(own.get("HOROVOD_RANK", "")), 0
+        if self._killed_at == "rollback":
+            patch("hvdtrain.run.resume._share", _kill_itself).start()
+
+    def datasets(self) -> Datasets:
+        generator, count = torch.Generator().manual_seed(0), 1024
+        rows = torch.randn(count, FEATURES + 1, generator=generator)
+        order = sample_order(0, count, count, seed=1234).reshape(-1, 8)
+        for batch in filter(None, os.environ.get("HVDTRAIN_TEST_SPIKES", "").split(",")):
+            rows[order[int(batch) - 1], -1] += 30
+        return Datasets(rows)  # type: ignore[arg-type]
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1))
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        self._calls += 1
+        if str(self._calls) == self._killed_at:
+            _kill_itself()
+        return super().loss(model, batch)
+
+
+class SpikingSaved(Spiking):
+    """Spiking; each step waits for the checkpoint of the step before."""
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        _wait_for_checkpoint()
+        return super().loss(model, batch)
+
+
+def _kill_itself(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Half(Regression):

@@ -110,6 +110,10 @@ def _patched() -> Iterator[None]:
         patch(f"{room}.zero.gather_rows", _gather_rows),
         patch(f"{room}.zero_state.gather_json", lambda value, name: exchange(name, value)),
         patch(f"{room}.zero_state.broadcast_tensors", _broadcast_tensors),
+        patch(
+            "hvdtrain.engine.callbacks.copies.gather_json",
+            lambda value, name: exchange(name, value),
+        ),
     ):
         yield
 

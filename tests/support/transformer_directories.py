@@ -47,6 +47,17 @@ _SIZES: dict[str, dict[str, Any]] = {
         "attention_probs_dropout_prob": 0.0,
     },
 }
+# Chat templates: ChatML, and the same with marks around what the assistant writes.
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}"
+    "{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 _CLASSES = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}
 
 
@@ -54,7 +65,7 @@ def make(directory: Path, layout: str, class_name: str = "", **facts: Any) -> Pa
     """Make a directory with config.json, model.safetensors and a tokenizer.
 
     Args:
-        layout: llama, gpt2 or bert.
+        layout: llama, gpt2 or bert; with class_name and all sizes, another model_type.
         class_name: class of transformers; default: the first training class of each layout.
         facts: more keys of config.json.
     """
@@ -62,7 +73,9 @@ def make(directory: Path, layout: str, class_name: str = "", **facts: Any) -> Pa
 
     end = {"llama": 1, "gpt2": 1}.get(layout)
     known = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": end, "pad_token_id": 2}
-    config = transformers.AutoConfig.for_model(layout, **{**_SIZES[layout], **known, **facts})
+    config = transformers.AutoConfig.for_model(
+        layout, **{**_SIZES.get(layout, {}), **known, **facts}
+    )
     torch.manual_seed(0)
     model = getattr(transformers, class_name or _CLASSES[layout])(config)
     model.save_pretrained(directory)
@@ -70,6 +83,28 @@ def make(directory: Path, layout: str, class_name: str = "", **facts: Any) -> Pa
     special = {"eos_token": "</s>"} if end else {"pad_token": "[PAD]"}
     (directory / "tokenizer_config.json").write_text(json.dumps(special))
     return directory
+
+
+def add_template(directory: Path, template: str = CHATML) -> Path:
+    """Add a chat template, and the special tokens of ChatML, to a directory."""
+    file = directory / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(file))
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+def chats(file: Path, lines: int = 60) -> Path:
+    """Write chats of one to three turns."""
+    rows = []
+    for number in range(lines):
+        messages: list[dict[str, str]] = [{"role": "system", "content": "the work"}]
+        for turn in range(1 + number % 3 if number % 7 else 1):
+            messages.append({"role": "user", "content": "grant you"[: 2 + number % 7]})
+            messages.append({"role": "assistant", "content": "THE" * (1 + (number + turn) % 2)})
+        rows.append({"messages": messages[number % 2 :]})
+    return write(file, rows)
 
 
 def _byte_pairs() -> Tokenizer:

@@ -55,6 +55,22 @@ def python(ranks: int, preload: str = "") -> str:
     return str(_directory(preload) / "python")
 
 
+def prefix(ranks: int) -> str:
+    """Return the path of a command that precedes `python -m MODULE`, or `python SCRIPT`, as above.
+
+    `hvdtrain launch` has ranks started by a Python of its own environment only, after other words.
+    """
+    path = _directory("") / "prefix"
+    write_prefix(path, python(ranks))
+    return str(path)
+
+
+def write_prefix(path: Path, python: str) -> None:
+    """Write the command of `prefix`; `python` is the command that has a rank forked."""
+    path.write_text(f'#!/bin/sh\nshift\nexec {python} "$@"\n')
+    path.chmod(0o755)
+
+
 def write_command(path: Path, sockets: Path, parents: int) -> None:
     """Write the command that has a rank forked.
 

@@ -7,6 +7,9 @@ loss. If the writer is busy when the next checkpoint is due, that checkpoint is 
 first step at which the writer is free, with the state of that step; with local SGD, after a
 synchronization.
 
+If the run may return to a checkpoint because of a loss spike, a step at which a checkpoint is due
+by steps waits for the writer instead: the curve then does not depend on how fast files are written.
+
 Rank 0 decides. If ranks have their own state to save (local and sharded parts), they save it after
 the same step, into one directory: after each step they vote on it with a small all-reduce.
 """
@@ -29,6 +32,7 @@ from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.loop import Callback, Loop, StepRecord, is_best
 from hvdtrain.engine.state import RunState
 from hvdtrain.log import logger
+from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import broadcast_json, gather_json, sum_
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.phases import PhaseTimer
@@ -106,6 +110,7 @@ class SaveCheckpoints(Callback):
     Args:
         grace_seconds: from a stop request until the ranks are killed; 0 = not known.
         timer: records the time spent here.
+        punctual: no checkpoint that is due by steps is taken later.
     """
 
     def __init__(
@@ -114,7 +119,9 @@ class SaveCheckpoints(Callback):
         grace_seconds: float,
         saving: Saving,
         timer: PhaseTimer,
+        punctual: bool = False,
     ) -> None:
+        self._punctual = punctual
         self._timer = timer
         self._config = config
         self._grace = grace_seconds
@@ -136,6 +143,8 @@ class SaveCheckpoints(Callback):
                 self._look(self._writer, loop.progress.step)
 
     def _look(self, writer: CheckpointWriter, step: int) -> None:
+        if self._punctual and self._config.every > 0 and step % self._config.every == 0:
+            self.wait()
         best = self._config.keep_best and is_best(self._saving.state.progress.evaluations, step)
         due = self._interval_elapsed(writer, step)
         begin = self._decides and (due or best) and not writer.holds(step)
@@ -274,6 +283,12 @@ class SaveCheckpoints(Callback):
             if time.monotonic() >= limit:
                 return
             self._take_turn(Turn.WAIT, step)
+
+    def wait(self) -> None:
+        """Wait until this rank has written the checkpoint in progress, with a timeout."""
+        if self._writer is not None:
+            with heartbeat.HEARTBEAT.waiting():
+                self._writer.wait()
 
     def close(self) -> None:
         if self._writer is not None:

@@ -25,12 +25,16 @@ from hvdtrain.telemetry.sinks import BackgroundSink
 _SECONDS_BETWEEN_LINES = 2.0
 
 
+# A step with one of these is logged despite train.log_every.
+_SHOWN = ("validation_loss", "healed", "spike")
+
+
 class LogMetrics(Callback):
     """Write the record of every `train.log_every`-th step; only rank 0 writes and displays.
 
     On a terminal a progress bar shows each record. Without one, a line is logged at most every 2
-    seconds, and for the first step, the last step, each evaluated step and each step in which ranks
-    were healed.
+    seconds, and for the first step, the last step, each evaluated step, each step in which ranks
+    were healed, and each step that was skipped because of a loss spike.
 
     Every rank keeps the last records: the next rank 0 writes those that the previous rank 0 could
     not write because of a full disk until it died or was set aside.
@@ -65,7 +69,7 @@ class LogMetrics(Callback):
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         self._seconds.append(record["step_seconds"])
         self._samples += loop.step_samples
-        shown = loop.ending or "validation_loss" in record or "healed" in record
+        shown = loop.ending or not record.keys().isdisjoint(_SHOWN)
         if loop.progress.step % loop.train.log_every and not shown:
             return
         seconds = sum(self._seconds) / len(self._seconds)
@@ -166,7 +170,7 @@ class Export(Callback):
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         if loop.ranks_in_sync:
             self._exporter.states_agree(record["step"])
-        nonfinite = "skipped" in record and "overflow" not in record
+        nonfinite = "skipped" in record and record.keys().isdisjoint(("overflow", "spike"))
         new = self._exporter.step(record, loop.step_samples, nonfinite)
         if new and self._failed_at is not None:
             self._exporter.recovered(time.time() - self._failed_at)

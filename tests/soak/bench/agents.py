@@ -199,10 +199,11 @@ class _Fleet:
                 "host": host,
                 "slots": slots,
                 "version": hvdtrain.__version__,
-                "facts": {"clock": time.time()},
+                "clock": time.time(),
                 "running": self._running[host],
                 "ended": {},
                 "signal": 0,
+                "launch": "",
             }
         )
         beats = asyncio.create_task(_beat(channel))
@@ -234,7 +235,7 @@ class _Fleet:
             await self._request("GET", path, b"")
             for scope, rank, size in contexts(host, assignment):
                 if size > 1:
-                    body = os.urandom(NONCE_BYTES) + bytes((size - 1) * ROW_BYTES)
+                    body = _row(size)
                     path = f"/{scope}/{rank}/{size}/{assignment['generation']}"
                     while (await self._request("POST", path, body))[0] != _OK:
                         pass
@@ -275,6 +276,13 @@ class _Fleet:
         with suppress(OSError):
             while True:
                 self._socket.recv(256)
+
+
+def _row(size: int) -> bytes:
+    """Addresses of a rank as Horovod sends them: a sequence number for each pair, one address."""
+    address = os.urandom(ROW_BYTES - 8)
+    addresses = (number.to_bytes(8, "little") + address for number in range(size - 1))
+    return os.urandom(NONCE_BYTES) + b"".join(addresses)
 
 
 async def _beat(channel: protocol.Channel) -> None:

@@ -11,6 +11,7 @@ const PHASES = {
 const UNKNOWN = "–";
 const CAUSES = {
   launch: "the program was restarted", failure: "a rank failed", hosts: "processes joined or left",
+  spike: "a loss spike",
 };
 
 // --- elements and number formats ---------------------------------

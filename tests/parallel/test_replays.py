@@ -63,7 +63,8 @@ class _Run:
     """A run without a loop.
 
     Args:
-        wrong: backward passes of this rank, from 0, in which a bit of the gradient flips.
+        wrong: backward passes of this rank, from 0, in which the gradient is wrong.
+        passed_over: global batches of the order that the run has passed over before.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class _Run:
         passes: int = 1,
         workers: int = 0,
         wrong: Sequence[int] = (),
+        passed_over: int = 0,
     ) -> None:
+        self._passed_over = passed_over
         micro_batches = passes * topology.world_size
         batch = BatchConfig(global_size=SIZE * micro_batches, micro_size=SIZE)
         task, cpu = _Task(), torch.device("cpu")
@@ -94,14 +97,14 @@ class _Run:
         plan = ReplayPlan(every, topology.rank, topology.hosts)
         self._loader = TrainLoader(
             rows,  # type: ignore[arg-type]  # a tensor is map-style, too
-            0,
+            passed_over * batch.global_size,
             batch,
             Assignment(micro_batches, Group(topology.rank, topology.world_size)),
             seed=1,
             loading=Loading(LoaderConfig(workers=workers)),
             replayed=plan.replayed,
         )
-        self._progress = Progress()
+        self._progress = Progress(samples=passed_over * batch.global_size)
         self.agreed = self.differed = 0
         passes_of_rank = Accumulate(
             task, model, micro_batches, context, exchange == "exact", chosen
@@ -128,8 +131,9 @@ class _Run:
         """Do all steps, and repeat those that are discarded."""
         progress = self._progress
         while progress.step < STEPS:
-            batches, assignment = self._loader.next_step(progress.step), self._loader.assignment
-            flags = Flags(False, False, progress.step)
+            batch, assignment = progress.step + self._passed_over, self._loader.assignment
+            batches = self._loader.next_step(batch)
+            flags = Flags(False, False, progress.step, batch=batch)
             try:
                 result = take_step(self._step, batches, assignment, 0.01, flags)
             except StepDiscarded as discarded:
@@ -166,6 +170,23 @@ def test_replays_agree_and_change_no_bit(topology: Topology, case: str) -> None:
     assert (with_replays.agreed, with_replays.differed) == (expected, 0)
     assert with_replays.losses == without.losses
     assert with_replays.state() == without.state()
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_wrong_gradients_are_found_after_batches_were_passed_over(
+    topology: Topology, every: int
+) -> None:
+    last = topology.world_size - 1
+    runs = [
+        _Run(topology, every, wrong=wrong if topology.rank == last else (), passed_over=every - 1)
+        for wrong in ((), [0])  # the first batch after `every - 1` is replayed
+    ]
+    for run in runs:
+        run.steps()
+    expected = len(range(0, STEPS, every)) * topology.world_size if last else 0
+    assert (runs[0].agreed, runs[0].differed) == (expected, 0)
+    assert runs[1].differed == (1 if last else 0)
+    assert not last or runs[1].state() == runs[0].state()
 
 
 # In a step with replays, the first backward pass of a rank is a replay, the second its own.

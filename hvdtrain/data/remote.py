@@ -37,8 +37,7 @@ REQUESTS_AT_ONCE = 16
 # Pauses before a failed request is repeated, in seconds.
 _PAUSES = (0.5, 1.0, 2.0, 4.0)
 _PERMANENT = (
-    FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError, ImportError,
-    ValueError, TypeError, UserError,
+    PermissionError, IsADirectoryError, NotImplementedError, ImportError, ValueError, TypeError,
 )  # fmt: skip
 # What file systems call the property that changes with a file's content, the best one first.
 _VERSIONS = (
@@ -198,11 +197,9 @@ def attempt(url: str, action: Callable[[], T]) -> T:
     for pause in (*_PAUSES, None):
         try:
             return action()
-        except FileNotFoundError:
+        except (FileNotFoundError, UserError):
             raise
         except Exception as error:  # each file system has errors of its own
-            if isinstance(error, UserError):
-                raise
             reason = " ".join(str(error).split()) or type(error).__name__
             if pause is None or isinstance(error, _PERMANENT):
                 raise UserError(f"{url}: cannot be read ({reason})") from None

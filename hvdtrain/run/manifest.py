@@ -108,11 +108,11 @@ def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]
 
 def _data_position(components: RunComponents) -> dict[str, Any]:
     """Where a dataset with a state of its own begins: completed passes, samples of the next one."""
-    stream, step = components.prepared.stream, components.state.progress.step
+    stream, samples = components.prepared.stream, components.state.progress.samples
     if stream is None:
         return {}
     position = stream.position
-    if position is None and step:
+    if (position.samples if position else 0) != samples:
         return {"data_position": None}  # unknown: a checkpoint of an older version
     return {"data_position": [position.epoch, position.read] if position else [0, 0]}
 

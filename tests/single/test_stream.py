@@ -309,6 +309,7 @@ def test_checkpoint_without_position_still_resumes(tmp_path: Path) -> None:
     said = _run(tmp_path, "Saved", "", "--train.steps", "9")
     assert "does not have the position of the data" in said
     assert losses(tmp_path / "case") == losses(tmp_path / "whole/case")
+    assert cli.main(["audit", str(tmp_path / "case")]) == 0
 
 
 def test_audit_finds_a_position_that_does_not_match_its_step(

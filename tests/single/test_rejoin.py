@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
+from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.config import Config
 from hvdtrain.elastic import rendezvous
 from hvdtrain.elastic.membership import Membership
@@ -60,6 +61,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
         launcher = _Launcher(answers)
         monkeypatch.setattr(rendezvous, "ask", launcher.ask)
         config: Any = SimpleNamespace(
+            checkpoint=CheckpointConfig(),
             elastic=SimpleNamespace(hang_seconds=60.0),
             parallel=SimpleNamespace(degrees={"tensor": 2}),
             runtime=SimpleNamespace(threads=1),

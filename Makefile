@@ -122,7 +122,7 @@ soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 4800 $(BIN)/python -m pytest -q --color=no -n 2 --dist loadfile -m soak tests/single tests/cluster
 
 # HVDTRAIN_CHAOS_SECONDS: how long faults are injected; HVDTRAIN_CHAOS_SEED: which ones;
-# HVDTRAIN_CHAOS_LAYOUT: whole, tensor or zero.
+# HVDTRAIN_CHAOS_LAYOUT: whole, mixture, stream, tensor or zero.
 chaos: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	$(BIN)/python -m pytest -q --color=no tests/soak/test_chaos.py
 

@@ -7,7 +7,8 @@ HVDTRAIN_CHAOS_SECONDS: duration of the faults (default 300).
 HVDTRAIN_CHAOS_LAUNCHER: ssh (default), or agents: `hvdtrain launch` without hosts, see
 tests/support/agent_chaos.py.
 
-HVDTRAIN_CHAOS_LAYOUT: whole (default), tensor or zero: see LAYOUTS of tests/support/chaos.py.
+HVDTRAIN_CHAOS_LAYOUT: whole (default), mixture, stream, tensor or zero: see LAYOUTS of
+tests/support/chaos.py.
 
 HVDTRAIN_CHAOS_FAULTS: only these, separated by ";".
 """

@@ -65,6 +65,10 @@ class Layout:
 
 LAYOUTS = {
     "whole": Layout("--task tests.support.helped:Helped --exchange.name exact", "", 3, 0.0),
+    "mixture": Layout(
+        "--task tests.support.helped:HelpedMixture --exchange.name exact", "", 3, 0.0
+    ),
+    "stream": Layout("--task tests.support.helped:HelpedStream --exchange.name exact", "", 3, 0.0),
     "tensor": Layout(
         "--task tests.support.helped:HelpedPerceptron", "--parallel.tensor 2", 2, 1e-4
     ),

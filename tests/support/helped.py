@@ -7,13 +7,16 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.data.mixture import Mixture
 from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.tasks import Datasets
+from tests.support.streams import Saved
 from tests.support.tasks import FEATURES, Paced
 
 HELPER = "helper"  # its name for ps; its command line is the rank's
@@ -74,6 +77,27 @@ class Helped(Paced):
                 self._wish.unlink()
                 time.sleep(_HELPER_SECONDS)
             os._exit(0)
+
+
+class HelpedMixture(Helped):
+    """Helped with a mixture of two sources, whose weights change in the run."""
+
+    def datasets(self) -> Datasets:
+        rows = super().datasets().train
+        assert isinstance(rows, Tensor)
+        sources = {"large": rows[:-100], "small": rows[-100:]}
+        weights, later = {"large": 0.7, "small": 0.3}, {"large": 0.25, "small": 0.75}
+        train = Mixture(sources, weights, changes={500: later})  # type: ignore[arg-type]
+        validation = train.validation({"large": rows[:16], "small": rows[-16:]})  # type: ignore[dict-item]
+        return Datasets(train, validation, train.fingerprint())
+
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        rows, _ = batch
+        return super().loss(model, rows)
+
+
+class HelpedStream(Saved, Helped):
+    """Helped with an iterable dataset that has a state."""
 
 
 class HelpedPerceptron(Helped):

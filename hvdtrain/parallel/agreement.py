@@ -17,14 +17,14 @@ class Agreement:
     applies its deferred update if it meets a rank that did.
 
     Attributes:
-        unready: called before each barrier; whether this rank is to be counted in `late`. It may
-            wait for a limited time.
+        unready: called before each barrier with the number of the step; whether this rank is to be
+            counted in `late`. It may wait for a limited time.
         late: number of ranks that `unready` counted at the last barrier.
     """
 
     def __init__(self) -> None:
         self._pending: tuple[int, Callable[[], None]] | None = None
-        self.unready: Callable[[], bool] = lambda: False
+        self.unready: Callable[[int], bool] = lambda step: False
         self.late = 0
 
     def wait(self, step: int, apply_deferred: Callable[[], None]) -> None:
@@ -39,7 +39,7 @@ class Agreement:
             RankLostError: another rank is gone. Some rank may have applied the update.
         """
         self._pending = step, apply_deferred
-        self.late = int(sum_(torch.tensor([float(self.unready())]), "step.agree"))
+        self.late = int(sum_(torch.tensor([float(self.unready(step))]), "step.agree"))
         self._pending = None
 
     def forget(self) -> None:

@@ -276,8 +276,7 @@ class MemoryCopies:
             step: step at which it begins: the run has left the states of later steps.
             address: of this host, on which this process listens from its first generation on.
         """
-        self.store.drop(lambda at: at > step)
-        self.complete_step = min(self.complete_step, step)
+        self.go_back(step)
         self.store.claim = claim
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -293,9 +292,18 @@ class MemoryCopies:
         """Send copies of this generation to ranks that listen there, all of which have begun it."""
         self._buddies = [*buddies]
 
+    def go_back(self, step: int) -> None:
+        """Drop copies of steps after `step`: the run has left their states."""
+        self._cancel()
+        self.store.drop(lambda at: at > step)
+        self.complete_step = min(self.complete_step, step)
+
     def leave(self) -> None:
         """End a generation: send and accept no more copies. The copies are kept."""
         self.store.claim = None
+        self._cancel()
+
+    def _cancel(self) -> None:
         if self._sending is not None:
             self._sending.cancel()
             self._sending = None

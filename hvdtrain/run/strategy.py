@@ -469,7 +469,7 @@ class Spanning:
             )
         except ShardLostError:
             persistent.newest = newest
-            found = self._copies_of_all_shards(grid, rank, persistent)
+            found = self._copies_of_all_shards(grid, newest, rank, persistent)
             if found is None:
                 self._shard, persistent.trained = None, False
                 return
@@ -489,9 +489,11 @@ class Spanning:
         self._shard = shard
 
     def _copies_of_all_shards(
-        self, grid: Grid, rank: int, persistent: PersistentState
+        self, grid: Grid, newest: int, rank: int, persistent: PersistentState
     ) -> tuple[int, list[list[int]]] | None:
-        """Find intact copies in memory of all shards; all ranks return the same.
+        """Find intact copies in memory of all shards, at most of step `newest`.
+
+        All ranks return the same.
 
         Returns:
             Their step, and the shards of which each rank holds a copy; None: there is no such step.
@@ -502,7 +504,7 @@ class Spanning:
             return None
         while True:
             gathered = gather_json(self._copies.store.held(), "copies.held")
-            held = [[(number, at) for number, at in own] for own in gathered]
+            held = [[(number, at) for number, at in own if at <= newest] for own in gathered]
             step = common_step(held, grid.replica_size)
             if step is None:
                 return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -201,7 +201,7 @@ def test_copies_that_exceed_the_memory_of_a_host_are_refused() -> None:
 
 
 def _keep_copies(
-    rank: int, steps: int, step_seconds: float, reaches_its_buddy: bool = True
+    rank: int, steps: Iterable[int], step_seconds: float, reaches_its_buddy: bool = True
 ) -> tuple[MemoryCopies, int]:
     """Run the steps of one of two ranks; return its copies, and the `late` of the last step."""
     topology = Topology(rank, 2, rank, 2, ("localhost",) * 2)
@@ -219,7 +219,7 @@ def _keep_copies(
     if not reaches_its_buddy:
         copies.send_to([("127.0.0.1", 1)])
     loop: Any = SimpleNamespace(progress=progress, generation_ends=False, topology=topology)
-    for step in range(1, steps + 1):
+    for step in steps:
         agreement.wait(step, lambda: None)
         progress.step = step
         keep.on_step(loop, {"step_seconds": step_seconds})
@@ -228,7 +228,7 @@ def _keep_copies(
 
 
 def test_copies_are_taken_after_the_first_step_and_every_few_steps() -> None:
-    ranks = [partial(_keep_copies, rank, 11, SECONDS) for rank in range(2)]
+    ranks = [partial(_keep_copies, rank, range(1, 12), SECONDS) for rank in range(2)]
     (first, _), (second, late) = on_ranks(ranks)
     assert late == 0 and first.complete_step == second.complete_step == 10
     for copies in (first, second):
@@ -237,8 +237,18 @@ def test_copies_are_taken_after_the_first_step_and_every_few_steps() -> None:
         copies.leave()
 
 
+def test_copies_of_steps_that_a_run_leaves_without_a_failure_are_dropped() -> None:
+    steps = [*range(1, 14), 8, 9]  # from a checkpoint of step 7 on
+    for copies, _ in on_ranks([partial(_keep_copies, rank, steps, SECONDS) for rank in range(2)]):
+        assert {step for _, step in copies.store.held()} == {5, 8}
+        copies.leave()
+
+
 def test_ranks_take_no_new_copies_before_the_last_ones_are_verified() -> None:
-    ranks = [partial(_keep_copies, rank, 20, 0.3, reaches_its_buddy=rank == 0) for rank in range(2)]
+    ranks = [
+        partial(_keep_copies, rank, range(1, 21), 0.3, reaches_its_buddy=rank == 0)
+        for rank in range(2)
+    ]
     (first, late), (second, _) = on_ranks(ranks)
     assert late == 1 and second.stall_seconds < 2.0  # it has waited once, for one step
     for copies in (first, second):

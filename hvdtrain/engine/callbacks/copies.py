@@ -89,8 +89,12 @@ class KeepCopies(Callback):
                 self._every,
             )
 
-    def _unready(self) -> bool:
+    def _unready(self, step: int) -> bool:
         """Wait at most as long as the last step took; then say whether the copy is unverified."""
+        if self._taken is not None and step <= self._taken:
+            # The run went back within the generation. No rank has a copy of this step yet.
+            self._copies.go_back(step - 1)
+            self._taken, self._limit = None, 0.0
         limit, self._limit = self._limit, 0.0
         if limit:
             self._copies.wait(limit)

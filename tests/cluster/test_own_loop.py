@@ -116,7 +116,7 @@ def values(run: Path, *names: str) -> list[list[float]]:
     return [[line[name] for name in ("step", *names)] for line in runs.metrics(run)]
 
 
-@pytest.mark.parametrize("start", [by_horovodrun, by_agents])
+@pytest.mark.parametrize("start", [pytest.param(by_horovodrun, marks=pytest.mark.soak), by_agents])
 def test_script_loses_no_step_and_no_value_to_faults(
     cluster: Cluster, undisturbed: tuple[Path, str], start: Start
 ) -> None:

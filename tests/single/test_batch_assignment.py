@@ -27,7 +27,9 @@ def _train(root: Path, name: str, flags: list[str], launcher: str, pace: str) ->
     return root / name
 
 
-@pytest.mark.parametrize("flags", [[], EXACT], ids=["dense", "exact"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param([], marks=pytest.mark.soak, id="dense"), pytest.param(EXACT, id="exact")]
+)
 def test_assignment_by_speed_shortens_steps_and_keeps_the_curve(
     tmp_path: Path, flags: list[str]
 ) -> None:

@@ -393,6 +393,7 @@ def _identity(directory: Path) -> int | None:
     return None
 
 
+@pytest.mark.soak
 def test_concurrent_saves_of_the_same_steps_stay_intact(tmp_path: Path) -> None:
     code = (
         "import sys, torch\n"

@@ -27,6 +27,7 @@ def _train(root: Path, name: str, flags: str, launcher: str = "") -> Finished:
     return run(root / "output", f"{flags} {where}".split(), launcher, timeout=180)
 
 
+@pytest.mark.soak
 def test_digits_preset_reaches_97_percent_accuracy(tmp_path: Path) -> None:
     flags = "--config digits --train.steps 200 --telemetry.port 0"
     done = _train(tmp_path, "digits", flags)

@@ -145,6 +145,7 @@ def _drivers(run: LocalRun) -> list[psutil.Process]:
     return [process for process in every if process.name() == DRIVER_NAME]
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_task_exits_with_the_code_of_the_run_although_its_driver_is_killed(tmp_path: Path) -> None:
     run = LocalRun(tmp_path)
@@ -178,6 +179,7 @@ def test_nothing_of_a_host_outlives_its_task(tmp_path: Path) -> None:
         run.job.kill()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_second_start_joins_the_run_only_with_the_same_command(local_run: LocalRun) -> None:
     local_run.wait_for_steps(1)

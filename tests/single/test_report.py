@@ -363,6 +363,7 @@ print(json.dumps([code, ratio, int(peak[1]) / 1000, heavy]))
 """
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_report_of_a_long_run_stays_within_time_and_memory_limits(tmp_path: Path) -> None:
     LongRun(tmp_path / "long", 100_000, 64, failures=(20_005, 60_000))

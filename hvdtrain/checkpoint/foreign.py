@@ -58,7 +58,7 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}, which is not executed")
 
 
-class _Reader(dcp.FileSystemReader):
+class _DcpReader(dcp.FileSystemReader):
     """Reader of a directory whose index has been read already."""
 
     def __init__(self, path: Path, index: Metadata) -> None:
@@ -88,7 +88,7 @@ def read_dcp(path: Path) -> dict[str, Tensor]:
         }
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(dict(tensors), storage_reader=_Reader(path, index), no_dist=True)
+            dcp.load(dict(tensors), storage_reader=_DcpReader(path, index), no_dist=True)
     except OSError as error:
         raise UserError(f"{path}: {error.filename or path}: {error.strerror or error}") from None
     except (

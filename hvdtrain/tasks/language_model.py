@@ -40,12 +40,13 @@ class LanguageModel:
 
     Config = LanguageModelConfig
     defaults: ClassVar[dict[str, Any]] = {"train.steps": 400, "optim.lr": 3e-3}
+    metrics: tuple[str, ...] = ()
 
     def __init__(self, config: LanguageModelConfig) -> None:
         self.config = config
         self.units = ("tokens", config.model.context)
-        # With data.mixture, the loss of each source.
-        self.metrics = tuple(f"loss_{name}" for name in config.data.mixture)
+        # With data.mixture, the loss of each source; a subclass may have metrics of its own.
+        self.metrics = (*self.metrics, *(f"loss_{name}" for name in config.data.mixture))
         self._mixture: Mixture | None = None
         self._vocab_size = 0
         self._separator: int | None = None  # of documents, with data.document_mask

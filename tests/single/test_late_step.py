@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.loader import StepLoader
 from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.loop import Interruptions, Loop, Progress, TrainingPlan
@@ -49,7 +50,7 @@ class _Exchange(Exchange):
         self.committed.append(applied)
 
 
-class _Loader:
+class _Loader(StepLoader):
     """The batches of each step; the batches of step `poisoned` are not finite."""
 
     assignment = Assignment(MICRO_BATCHES, ALONE)
@@ -62,6 +63,12 @@ class _Loader:
             generator = torch.Generator().manual_seed(100 * step + number)
             batch = torch.randn(8, WIDTH, generator=generator)
             yield batch * float("nan") if step + 1 == self._poisoned else batch
+
+    def go_back(self, samples: int) -> None:
+        raise AssertionError
+
+    def close(self) -> None:
+        return
 
 
 class _Rank:

@@ -312,11 +312,14 @@ class ReplayActions:
         emit: writes an event "replay" on rank 0.
         exclude: makes this rank's host leave an elastic run, with a message; None: not elastic.
         count: counts micro-batches whose gradients agreed, and differed, on rank 0.
+        requested: `integrity.replay_every` is set. Otherwise a difference that no majority decides
+            does not end the run: the task's loss may depend on the rank.
     """
 
     emit: Callable[..., None] = lambda *_, **__: None
     exclude: Callable[[str], None] | None = None
     count: Callable[[int, int], None] = lambda agreed, differed: None
+    requested: bool = True
 
 
 class Replay:
@@ -447,6 +450,8 @@ class Replay:
         differing = [s for s, c in checker_of.items() if rows[s].own != rows[c].theirs]
         if differing and self._bound:
             differing = self._beyond_bound(differing, checker_of)
+        if differing and not self._all_finite():
+            return  # all ranks skip this step, whichever gradient is wrong
         self._actions.count(len(checker_of) - len(differing), len(differing))
         if not differing:
             return
@@ -456,6 +461,11 @@ class Replay:
             self._switch_off(step, "the model's buffers differ between ranks")
             return
         self._act(step, subject, checker, self._vote(step, subject, checker))
+
+    def _all_finite(self) -> bool:
+        """Whether each rank's own gradient is finite."""
+        own = self._own is None or all(map(math.isfinite, self._own.sketch))
+        return all(gather_json(own, "replay.finite"))
 
     def _beyond_bound(self, subjects: Sequence[int], checker_of: Mapping[int, int]) -> list[int]:
         own = [found.sketch if found else () for found in (self._own, self._theirs)]
@@ -535,7 +545,10 @@ class Replay:
         self._accuse(step, subject, checker, number, verdict)
 
     def _accuse(self, step: int, subject: int, checker: int, number: int, verdict: Verdict) -> None:
-        """Repeat the step without the wrong ranks' hosts, repeat it here, or end the run."""
+        """Repeat the step without the wrong ranks' hosts, repeat it here, or end the run.
+
+        A difference that no majority decides ends the run only if replays were requested.
+        """
         ranks, hosts = verdict.ranks, self._hosts(verdict.ranks)
         if verdict.kind == "undecided":
             what = (
@@ -563,6 +576,13 @@ class Replay:
             say("transient", f"{what}. The step is repeated", ranks)
             self._repeated = step
             raise StepDiscarded(membership_changed=False)
+        if verdict.kind == "undecided" and not self._actions.requested:
+            self._switch_off(
+                step,
+                f"{what}. The run continues, because integrity.replay_every is not set: either a "
+                "host computes wrongly, or the task's loss depends on the rank",
+            )
+            return
         say(verdict.kind, "", ranks)
         where = hosts[0] if len(hosts) == 1 else f"one of {', '.join(hosts)}"
         raise AgreedError(

@@ -448,7 +448,8 @@ class Generation:
     def _replay_actions(self, recorder: RunRecorder | None) -> ReplayActions:
         membership, exporter = self._launched.membership, self._components.exporter
         actions = ReplayActions(
-            exclude=partial(membership.leave, cause=WRONG) if membership is not None else None
+            exclude=partial(membership.leave, cause=WRONG) if membership is not None else None,
+            requested=self._launched.settings.config.integrity.replay_every is not None,
         )
         if recorder is not None:
             actions = replace(actions, emit=recorder.events.write)

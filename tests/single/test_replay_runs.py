@@ -80,3 +80,22 @@ def test_two_ranks_that_remain_different_stop_the_run(tmp_path: Path, hosts: str
     assert _replays(tmp_path) == [(8, "undecided", [0, 1])]
     assert [line["step"] for line in metrics(tmp_path / "run")] == [*range(1, 8)]
     assert not [*(tmp_path / "run/checkpoints").glob("step_*")]
+
+
+def test_undecided_difference_ends_only_runs_that_asked_for_replays(
+    tmp_path: Path,
+) -> None:
+    done = _run(tmp_path, "--train.steps", "202", wrong="1:200:all", hosts="a,b", ranks=2)
+    assert done.returncode == 0, done
+    assert done.stderr.count("because integrity.replay_every is not set") == 1, done
+    assert _replays(tmp_path) == [(200, "off", [])]
+
+
+def test_rank_whose_loss_is_not_finite_is_not_accused(tmp_path: Path) -> None:
+    flags = "--task tests.support.tasks:NotFinite --batch.global_size 8 --batch.micro_size 2"
+    flags += f" --checkpoint.every 1 --telemetry.port 0 --run.id run --run.root {tmp_path}"
+    argv = [*flags.split(), *REPLAY]
+    done = run(tmp_path / "output", argv, "gloo:2", {"HVDTRAIN_TEST_NAN": "4"})
+    assert done.returncode == 0, done
+    assert [line["step"] for line in metrics(tmp_path / "run") if line.get("skipped")] == [4]
+    assert not _replays(tmp_path)

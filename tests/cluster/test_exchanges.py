@@ -105,7 +105,7 @@ def _assert_as_alone_through_a_kill(running: ElasticJob, runs: Path, keys: str, 
 @pytest.mark.parametrize(
     ("flags", "same_curve"),
     [
-        ("--exchange.wire float16 --precision.name fp16", True),
+        pytest.param("--exchange.wire float16 --precision.name fp16", True, marks=pytest.mark.soak),
         pytest.param(
             "--exchange.compression topk --exchange.ratio 0.4", False, marks=pytest.mark.soak
         ),

@@ -26,6 +26,7 @@ def test_adasum_on_four_ranks_matches_the_paper(tmp_path: Path) -> None:
     assert done.returncode == 0 and "3 passed" in done.stdout, done
 
 
+@pytest.mark.soak
 def test_adasum_run_learns_resumes_exactly_and_reports_rank_dependence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,7 +38,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "flags", "launcher"), [("classes", "", "gloo:3"), ("cells", PRETRAIN, "gloo:3")]
+    ("name", "flags", "launcher"),
+    [pytest.param("classes", "", "gloo:3", marks=pytest.mark.soak), ("cells", PRETRAIN, "gloo:3")],
 )
 def test_losses_and_metrics_do_not_depend_on_the_world_size(
     root: Path, name: str, flags: str, launcher: str

@@ -152,6 +152,7 @@ def test_torchrun_restarts_once_from_the_checkpoint_then_ends(tmp_path: Path) ->
     assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_restart_without_a_run_id_is_refused(tmp_path: Path) -> None:
     done = start(tmp_path, TINY, "torchrun:2:--max-restarts 1").wait(60)

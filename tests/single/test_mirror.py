@@ -377,3 +377,20 @@ def test_local_checkpoints_beyond_those_to_keep_are_not_uploaded(
     one = mirrored("first", url, keep=2).open(resumed_at=6)
     one.wait()
     assert _steps(one) == [4, 6] and one.names("mirrored") == [6, 4]
+
+
+def test_checkpoint_that_a_run_leaves_while_it_trains_is_replaced(
+    mirrored: Make, tmp_path: Path
+) -> None:
+    one = mirrored("first", f"file://{tmp_path}/mirror").open()
+    for step, loss in ((2, 1.0), (4, 2.0)):
+        one.save(step, loss)
+        one.wait()
+    one.manager.supersede(after=2)  # as after a loss spike
+    one.wait()
+    assert _steps(one) == [2] and one.mirror.newest_step == 2
+    one.save(4, 3.0)
+    one.wait()
+    assert _steps(one) == [2, 4]
+    state = json.loads((tmp_path / "mirror/step_00000004/state.json").read_text())
+    assert state["evaluations"] == [[4, 3.0]]

@@ -30,6 +30,7 @@ from hvdtrain.config import parse
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.runtime.signals import leave_on_sigterm
 from tests.soak.bench.agents import agents
+from tests.soak.bench.copies import copies
 from tests.soak.bench.layout_speed import layout_speed
 from tests.soak.bench.layouts import LAYOUTS, TINY, Where, layouts
 from tests.soak.bench.layouts_report import LayoutsReport
@@ -77,6 +78,10 @@ def _own_loop(args: argparse.Namespace) -> Report:
 
 def _replays(args: argparse.Namespace) -> Report:
     return replays(_flags(args), args.steps, args.rounds)
+
+
+def _copies(args: argparse.Namespace) -> Report:
+    return copies(_flags(args), args.rounds)
 
 
 def _rendezvous(args: argparse.Namespace) -> Report:
@@ -130,6 +135,11 @@ _ACTIONS: Mapping[
         _replays,
         "2 ranks with replays every 5 and every 200 steps, in turns with none",
         {"steps": 20, "rounds": 20},
+    ),
+    "copies": (
+        _copies,
+        "4 ranks on 2 hosts that share a model, with copies in memory every 5 steps; needs root",
+        {"rounds": 5},
     ),
     "rendezvous": (
         _rendezvous,

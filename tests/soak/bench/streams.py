@@ -2,8 +2,8 @@
 
 All loaders do the same work: they read the members of the shards, turn the bytes of each sample
 into a tensor of tokens, and collate micro-batches. They take turns, in this process, with the same
-number of workers. All read the shards one after the other, except "TarShards", which reads samples
-by their numbers in hvdtrain's order.
+number of workers. All read the shards one after the other; "TarShards" also shuffles, by reading samples
+by their numbers with loader.order sequential.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ class Tokens(IterableDataset[Tensor]):
 class _Records(Dataset[Tensor]):
     def __init__(self, directory: str) -> None:
         self._shards = TarShards([directory])
+        self.shard_samples = self._shards.shard_samples
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -162,7 +163,8 @@ def _records(directory: str, workers: int) -> TrainLoader:
 
 
 def _loading(workers: int) -> Loading:
-    return Loading(LoaderConfig(workers))
+    # The order of samples with numbers; an iterable dataset has its own.
+    return Loading(LoaderConfig(workers, order="sequential"))
 
 
 def _hvdtrain(loader: StepLoader) -> Iterator[Tensor]:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spack package of hvdtrain."""
 
-from spack_repo.builtin.build_systems.python import PythonPackage
-
 from spack.package import *
+from spack_repo.builtin.build_systems.python import PythonPackage
 
 
 class PyHvdtrain(PythonPackage):

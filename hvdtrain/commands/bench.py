@@ -208,13 +208,13 @@ def _exchange(args: argparse.Namespace) -> ExchangeReport:
         parse_strategies,
     )
     from hvdtrain.bench.processes import choose_hosts
-    from hvdtrain.config import parse
+    from hvdtrain.config import parse, with_current_names
     from hvdtrain.exchange.config import STRATEGIES
 
     check_steps(args.steps)
     strategies = parse_strategies(args.strategies or ",".join(STRATEGIES))
     hosts = choose_hosts(args.hosts, args.np) if args.hosts else None
-    flags = ["--config", args.preset, *args.flags]
+    flags = with_current_names(["--config", args.preset, *args.flags])
     _check_shares(parse(flags).config.batch.micro_batches, [args.np])
     if args.plot is not None:
         check_plot(args.plot)
@@ -230,9 +230,10 @@ def _exchange(args: argparse.Namespace) -> ExchangeReport:
 
 def _of_a_run(args: argparse.Namespace) -> Report:
     from hvdtrain.bench import benchmarks, elastic
-    from hvdtrain.config import parse
+    from hvdtrain.config import parse, with_current_names
 
-    flags = ["--config", args.preset, *_FLAGS.get(args.action, ()), *args.flags]
+    own = _FLAGS.get(args.action, ())
+    flags = with_current_names(["--config", args.preset, *own, *args.flags])
     config = parse(flags).config
     if args.action == "scaling":
         scale = benchmarks.Scale(args.np, args.hosts, config.batch.global_size, args.weak)

@@ -21,6 +21,7 @@ from hvdtrain.checkpoint.export import (
     write_files_of,
 )
 from hvdtrain.checkpoint.layout import DamagedError, best, finished, loss_of, named, verify
+from hvdtrain.config_renames import recorded
 from hvdtrain.errors import UserError
 from hvdtrain.untrusted import parse_yaml, printable, read_regular
 
@@ -195,7 +196,7 @@ def _write(checkpoint: Path, args: argparse.Namespace) -> Write | None:
 def _export_to_huggingface(checkpoint: Path, args: argparse.Namespace) -> None:
     from hvdtrain.checkpoint.spread import read_part
     from hvdtrain.models.gpt import GPT
-    from hvdtrain.models.gpt_config import GPTConfig
+    from hvdtrain.models.gpt_config import AttentionConfig, GPTConfig
     from hvdtrain.models.huggingface import to_huggingface
 
     config = _model_config(checkpoint)
@@ -218,7 +219,8 @@ def _export_to_huggingface(checkpoint: Path, args: argparse.Namespace) -> None:
         raise UserError(NOTHING_TO_MERGE)
     weights = GPT.upgrade_checkpoint(weights)
     sizes = config["model"] | {"vocab_size": weights["embedding.weight"].shape[0]}
-    exported = to_huggingface(GPTConfig(**sizes), weights)
+    attention = AttentionConfig(**sizes.pop("attention", {}))
+    exported = to_huggingface(GPTConfig(**sizes, attention=attention), weights)
     write_export(args.out, *exported, _write(checkpoint, args))
 
 
@@ -233,7 +235,8 @@ def _model_config(checkpoint: Path) -> dict[str, Any]:
 
     path = _config_file(checkpoint)
     try:
-        config = parse_yaml(read_regular(path))
+        content = parse_yaml(read_regular(path))
+        config = recorded(content) if isinstance(content, dict) else content
         if not isinstance(config, dict) or not isinstance(config.get("task"), str):
             raise ValueError("it names no task")
     except ValueError as error:

@@ -45,10 +45,10 @@ class ModelLayout:
     @property
     def flags(self) -> str:
         """Keys of the configuration; empty: the defaults."""
-        axes = {"tensor": self.tensor, "pipeline": self.pipeline, "shard": self.shard}
+        axes = {"tensor": self.tensor, "pipeline": self.pipeline, "shard.degree": self.shard}
         found = [f"--parallel.{axis} {degree}" for axis, degree in axes.items() if degree > 1]
         if self.zero_copies:
-            found.append(f"--parallel.zero 1 --parallel.zero_copies {self.zero_copies}")
+            found.append(f"--parallel.shard.stage 1 --parallel.shard.copies {self.zero_copies}")
         keys = STRATEGIES[self.strategy].items()
         return " ".join([*found, *(f"--exchange.{key} {value}" for key, value in keys)])
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(500)
 def curve(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """metrics.jsonl of one undisturbed process that holds the whole model."""
     root = tmp_path_factory.mktemp("curve")
-    flags = f"{MODEL} --train.steps {MOST_STEPS} --run.root {root} --run.id case"
+    flags = f"{MODEL} --train.duration {MOST_STEPS} --run.root {root} --run.id case"
     done = run(root / "output", flags.split(), timeout=200)
     assert done.returncode == 0, done
     return metrics(root / "case")

@@ -20,7 +20,7 @@ LAG = 0.5  # seconds per micro-batch, longer than on a busy machine
 FLAGS = [
     *TINY,
     *("--model.layers", "2", "--batch.micro_size", "4"),
-    *("--train.steps", str(STEPS), "--train.log_every", "1", "--checkpoint.every", "0"),
+    *("--train.duration", str(STEPS), "--train.log_every", "1", "--checkpoint.every", "0"),
     *("--telemetry.exchange_every", str(EVERY), "--train.replica_check_every", "4"),
 ]
 
@@ -115,7 +115,7 @@ def test_report_shows_layout(
 
 def test_state_hash_is_independent_of_layout(tmp_path: Path) -> None:
     """A pipeline is bitwise identical to one rank if nothing is tied or clipped."""
-    flags = ["--model.tied_embeddings", "false", "--optim.clip_norm", "0", "--train.steps", "4"]
+    flags = ["--model.tied_embeddings", "false", "--optim.clip_norm", "0", "--train.duration", "4"]
     flags += ["--model.layers", "2", "--train.replica_check_every", "2"]
     one = train(tmp_path, "one", flags)
     parts = train(tmp_path, "parts", [*flags, "--parallel.pipeline", "2"], "mpirun:2")

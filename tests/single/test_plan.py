@@ -429,7 +429,7 @@ def test_plan_uses_measured_network(
 
 
 def test_plan_uses_metrics_of_given_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--train.steps=20", "--telemetry.exchange_every=5", "--eval.every=0"]
+    flags = ["--train.duration=20", "--telemetry.exchange_every=5", "--eval.every=0"]
     train(tmp_path, "run", [*flags, "--checkpoint.every=20"])
     lines = [json.loads(line) for line in (tmp_path / "run" / "ranks.jsonl").open()]
     code, out, _ = _plan(capsys, "--from", str(tmp_path / "run"), "--format", "json")

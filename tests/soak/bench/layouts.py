@@ -119,7 +119,7 @@ def layouts(
         by_ranks.setdefault(ranks_of(layout), []).append(layout)
     if where.hosts:
         choose_hosts(where.hosts, max(n for n in (1, *by_ranks) if n <= where.most))
-    flags = [*flags, f"--train.steps={steps + 1}", *_QUIET]  # so that a run never ends
+    flags = [*flags, f"--train.duration={steps + 1}", *_QUIET]  # so that a run never ends
     depths = {_depth(layout): f"{_DATA} 1{_depth(layout)}" for layout in chosen}
     alone = dict(_curves([*depths.values()], 1, flags, steps, where))
     for failed in (curve for curve in alone.values() if isinstance(curve, str)):

@@ -174,7 +174,9 @@ def _find_late_profile(config: Any) -> str:
     steps, last = config.profile.range, config.train.steps
     if not steps or not last or steps[0] <= last:
         return ""
-    return f"profile.steps {config.profile.steps} begins after the last step, {last}"
+    return (
+        f"profile.steps {config.profile.steps} begins after the last step (train.duration {last})"
+    )
 
 
 def _find_uneven_shards(config: Any) -> str:

@@ -184,9 +184,9 @@ def test_model_is_loaded_from_the_newest_complete_checkpoint(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_unknown_key_raises_and_creates_no_run_directory(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"unknown key train\.stepz .* did you mean train\.duration\?"
+        UserError, match=r"unknown key train\.durations .* did you mean train\.duration\?"
     ):
-        hvdtrain.run("image", config={"train.stepz": 3, "run.root": tmp_path})
+        hvdtrain.run("image", config={"train.durations": 3, "run.root": tmp_path})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -263,7 +263,7 @@ def test_compose_file_matches_the_repository_and_its_run_parses(
         ("slurm --time 00:02:00", "--time 00:02:00 leaves less than a minute before the 120 s"),
         ("slurm --queue a;b", "--queue: 'a;b' is not a name or path without spaces"),
         ("slurm -- --run.id a$b", "run.id: 'a$b' is not a name or path without spaces"),
-        ("slurm -- --train.step 3", "did you mean train.duration?"),
+        ("slurm -- --train.durations 3", "did you mean train.duration?"),
         ("kubernetes --min-nodes 3", "--min-nodes 3 is more than --nodes 2"),
         ("slurm --out /dev/null/x", "/dev/null/x cannot be written"),
     ],

@@ -52,7 +52,7 @@ def _duration(steps: Any, epochs: Any) -> Any:
             f"train.epochs {epochs} excludes train.steps {steps}: set only train.duration"
         )
     if epochs:
-        return f"{epochs} epochs"
+        return f"{epochs}epochs"
     return steps
 
 

@@ -231,7 +231,7 @@ def test_configuration_error_on_rank_1_only_is_reported() -> None:
 
 
 def _keys_of_help(said: str) -> set[str]:
-    return {*re.findall(r"^  --([a-z_.]+)", said, re.MULTILINE)} - {"config", *NO_KEYS}
+    return {*re.findall(r"^  --([a-z_.0-9]+)", said, re.MULTILINE)} - {"config", *NO_KEYS}
 
 
 NO_KEYS = {"print_config", "print_layout", "data.mixture.help"}

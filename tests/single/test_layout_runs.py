@@ -11,6 +11,7 @@ import pytest
 
 from hvdtrain import cli
 from hvdtrain.run_files.events_file import read_lines
+from hvdtrain.runtime.mesh import key_of_degree
 from tests.support.runs import TINY, metrics, run, train
 
 pytestmark = pytest.mark.slow
@@ -27,7 +28,7 @@ FLAGS = [
 
 def _run(root: Path, axes: dict[str, int], ranks: int, slow: int) -> tuple[Path, str]:
     """Run with one slow rank; return (its directory, its output)."""
-    flags = [word for axis, size in axes.items() for word in (f"--parallel.{axis}", str(size))]
+    flags = [f"--{key_of_degree(axis)}={size}" for axis, size in axes.items()]
     where = ["--run.root", str(root), "--run.id", "run"]
     flags += ["--task", "tests.support.disturbed:SlowToCompute"]
     env = {"HVDTRAIN_TEST_SLOW": f"{slow}:{LAG}"}

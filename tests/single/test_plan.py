@@ -295,7 +295,10 @@ def test_layout_flags_are_valid_configuration_keys() -> None:
     job = replace(A_JOB, blocks=8, block_bytes=1e6)
     for layout in layouts(job, Cluster(2, 4, Link(1e9), Link(1e10)), PREDICTED):
         config = parse(layout.flags.split()).config
-        assert (config.parallel.shard, config.parallel.tensor) == (layout.shard, layout.tensor)
+        assert (config.parallel.shard.degree, config.parallel.tensor) == (
+            layout.shard,
+            layout.tensor,
+        )
 
 
 def test_documented_table_of_published_systems_is_current() -> None:

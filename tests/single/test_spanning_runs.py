@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from hvdtrain import cli
 from hvdtrain.checkpoint.weights import read_weights
 from hvdtrain.parallel.config import AXES, ParallelConfig
-from hvdtrain.runtime.mesh import Grid
+from hvdtrain.runtime.mesh import Grid, key_of_degree
 from tests.support.runs import TINY, metrics, run, train
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     begun = train(root, "begun", [*SIZES, "--train.duration", "2", "--seed", "7"])
     sizes = [*SIZES, "--run.init_from", str(begun / "checkpoints/step_00000002")]
     for launcher, degrees, steps in CHAIN:
-        axes = [f"--parallel.{axis}={degree}" for axis, degree in degrees.items()]
+        axes = [f"--{key_of_degree(axis)}={degree}" for axis, degree in degrees.items()]
         train(root, "chain", [*sizes, *axes, "--train.duration", str(steps)], launcher)
     one = train(root, "one", [*sizes, "--train.duration", "16"])
     return root / "chain", one

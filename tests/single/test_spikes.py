@@ -25,6 +25,7 @@ from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.spikes import exceeds, loss_limit, passed_over, rolled_back
 from hvdtrain.run.exporting import Exported, build_exporter
 from hvdtrain.runtime.memory import PeakMemory
+from hvdtrain.runtime.mesh import key_of_degree
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.config import TelemetryConfig
 from tests.support import warm
@@ -380,7 +381,7 @@ def test_rollback_suits_models_that_span_ranks(tmp_path: Path) -> None:
     flags = [*_MODEL, "--train.duration", "12"]
     one = _noisy(tmp_path, "one", "", flags, forked_train(1))
     for axis in ("tensor", "pipeline", "shard"):
-        own = [*flags, f"--parallel.{axis}", "2"]
+        own = [*flags, f"--{key_of_degree(axis)}", "2"]
         two = _noisy(tmp_path, axis, "gloo:2", own, forked_train(2))
         assert _steps(two) == _steps(one)
         assert losses(two) == pytest.approx(losses(one), rel=1e-3)

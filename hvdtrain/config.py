@@ -138,9 +138,9 @@ class Settings:
     @property
     def warning(self) -> str:
         """What to change because of old keys; "" if there are none."""
-        return f"old keys, refused from the next release: {'; '.join(self.replaced)}" * bool(
-            self.replaced
-        )
+        if not self.replaced:
+            return ""
+        return f"old keys, which the next release refuses: {'; '.join(self.replaced)}"
 
 
 def parse(argv: Sequence[str], before: Sequence[str] = ()) -> Settings:

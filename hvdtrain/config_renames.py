@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from hvdtrain.errors import UserError
@@ -157,14 +158,15 @@ def current_flags(
         if not argument.startswith("--") or key not in {*old, *replacements}:
             rest.append(argument)
             continue
-        text = text if assigned else next(arguments, "")
-        if not text:
-            raise UserError(f"{key}: a value is expected, not nothing")
+        words = [argument] if assigned else [argument, *islice(arguments, 1)]
+        text = text if assigned else "".join(words[1:])
         value = _value(text)
         if key not in old or (isinstance(value, Mapping) and _is_group(key)):
-            rest.append(f"--{name}={text}")
+            rest += words
             current[key] = value
             continue
+        if not text:
+            raise UserError(f"{key}: a value is expected, not nothing")
         given[key] = value
         if key in names:
             rest.append(f"--{names[key]}{name[len(key) :]}={text}")

@@ -129,9 +129,9 @@ class Generation:
         """
         self._context.heartbeat.beat(Activity.PREPARING)
         check_hierarchical(self._config, self._topology)
-        if self._persistent.initial and self._topology.rank == 0:
-            for message in filter(None, [self._launched.settings.warning]):
-                logger.warning("%s", message)
+        warning = self._launched.settings.warning
+        if warning and self._persistent.initial and self._topology.rank == 0:
+            logger.warning("%s", warning)
         self._persistent.phase = STATE_TRANSFER
         source, targets = self._compare_ranks()
         if self._components.exporter is not None:

@@ -28,7 +28,7 @@ class Renamed:
         new: the current key.
         value: computes the value of `new` from the values of `old`, None for those that are not
             given; returns None if `new` keeps its value. None: the value is the same.
-        wins: the old keys take precedence over `new`, which existed beside them.
+        wins: the old keys take precedence over `new`, which earlier versions also had.
     """
 
     old: tuple[str, ...]

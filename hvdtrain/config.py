@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from argparse import SUPPRESS
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -141,6 +142,12 @@ class Settings:
         if not self.replaced:
             return ""
         return f"old keys, which the next release refuses: {'; '.join(self.replaced)}"
+
+    def warn(self) -> Settings:
+        """Print the warning, if there is one, for commands that do not train; return self."""
+        if self.warning:
+            print(f"hvdtrain: warning: {self.warning}", file=sys.stderr)
+        return self
 
 
 def parse(argv: Sequence[str], before: Sequence[str] = ()) -> Settings:

@@ -214,8 +214,9 @@ def _exchange(args: argparse.Namespace) -> ExchangeReport:
     check_steps(args.steps)
     strategies = parse_strategies(args.strategies or ",".join(STRATEGIES))
     hosts = choose_hosts(args.hosts, args.np) if args.hosts else None
-    flags = with_current_names(["--config", args.preset, *args.flags])
-    _check_shares(parse(flags).config.batch.micro_batches, [args.np])
+    words = ["--config", args.preset, *args.flags]
+    flags = with_current_names(words)
+    _check_shares(parse(words).warn().config.batch.micro_batches, [args.np])
     if args.plot is not None:
         check_plot(args.plot)
     ranks = RankPlacement(args.np, hosts, args.launcher)
@@ -233,8 +234,8 @@ def _of_a_run(args: argparse.Namespace) -> Report:
     from hvdtrain.config import parse, with_current_names
 
     own = _FLAGS.get(args.action, ())
-    flags = with_current_names(["--config", args.preset, *own, *args.flags])
-    config = parse(flags).config
+    words = ["--config", args.preset, *own, *args.flags]
+    flags, config = with_current_names(words), parse(words).warn().config
     if args.action == "scaling":
         scale = benchmarks.Scale(args.np, args.hosts, config.batch.global_size, args.weak)
         if not scale.weak:

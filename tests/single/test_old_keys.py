@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hvdtrain import cli
 from hvdtrain.config import parse, with_current_names
 from hvdtrain.config_renames import DROPPED, RENAMED, recorded
 from hvdtrain.errors import UserError
@@ -170,3 +171,11 @@ def test_one_rank_warns_of_old_keys_in_one_line(tmp_path: Path) -> None:
     (line,) = (line for line in done.stderr.splitlines() if "train.duration" in line)
     assert "train.steps 1 is now train.duration 1" in line
     assert "loader.prefetch has no effect now: each worker loads 2 micro-batches ahead" in line
+
+
+def test_command_that_does_not_train_also_warns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["deploy", "slurm", "--", "--run.id", "x", "--train.steps", "5"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        line.startswith("hvdtrain: warning: ") and "train.steps 5 is now train.duration 5" in line
+    )

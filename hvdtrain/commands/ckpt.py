@@ -196,7 +196,7 @@ def _write(checkpoint: Path, args: argparse.Namespace) -> Write | None:
 def _export_to_huggingface(checkpoint: Path, args: argparse.Namespace) -> None:
     from hvdtrain.checkpoint.spread import read_part
     from hvdtrain.models.gpt import GPT
-    from hvdtrain.models.gpt_config import AttentionConfig, GPTConfig
+    from hvdtrain.models.gpt_config import GPTConfig
     from hvdtrain.models.huggingface import to_huggingface
 
     config = _model_config(checkpoint)
@@ -219,8 +219,7 @@ def _export_to_huggingface(checkpoint: Path, args: argparse.Namespace) -> None:
         raise UserError(NOTHING_TO_MERGE)
     weights = GPT.upgrade_checkpoint(weights)
     sizes = config["model"] | {"vocab_size": weights["embedding.weight"].shape[0]}
-    attention = AttentionConfig(**sizes.pop("attention", {}))
-    exported = to_huggingface(GPTConfig(**sizes, attention=attention), weights)
+    exported = to_huggingface(GPTConfig(**sizes), weights)
     write_export(args.out, *exported, _write(checkpoint, args))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -77,6 +78,8 @@ class GPTConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
 
     def __post_init__(self) -> None:
+        if isinstance(self.attention, Mapping):  # of a JSON file
+            self.attention = AttentionConfig(**self.attention)
         for name in ("layers", "heads", "kv_heads", "width", "context", "vocab_size", "mlp_width"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"model.{name} must be >= 1")

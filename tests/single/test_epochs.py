@@ -65,7 +65,7 @@ def test_last_specified_length_wins(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_invalid_duration_is_rejected(duration: str) -> None:
-    with pytest.raises(UserError, match=r"train.duration must be .* such as 3epochs, not "):
+    with pytest.raises(UserError, match=r"train.duration must be .* such as 3epochs, not"):
         parse([f"--train.duration={duration}"])
 
 

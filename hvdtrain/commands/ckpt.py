@@ -21,6 +21,7 @@ from hvdtrain.checkpoint.export import (
     write_files_of,
 )
 from hvdtrain.checkpoint.layout import DamagedError, best, finished, loss_of, named, verify
+from hvdtrain.config_renames import recorded
 from hvdtrain.errors import UserError
 from hvdtrain.untrusted import parse_yaml, printable, read_regular
 
@@ -233,7 +234,8 @@ def _model_config(checkpoint: Path) -> dict[str, Any]:
 
     path = _config_file(checkpoint)
     try:
-        config = parse_yaml(read_regular(path))
+        content = parse_yaml(read_regular(path))
+        config = recorded(content) if isinstance(content, dict) else content
         if not isinstance(config, dict) or not isinstance(config.get("task"), str):
             raise ValueError("it names no task")
     except ValueError as error:

@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     given["modules"] = tuple(given.get("modules", ()))
     given["hosts"] = tuple(parse_hosts(args.hosts)) if "hosts" in given else ()
     given.setdefault("venv", _own_environment())
-    job = Job(**given, keys=tuple(keys), run_id=parse(keys).config.run.id)
+    job = Job(**given, keys=tuple(keys), run_id=parse(keys).warn().config.run.id)
     files = TARGETS[args.target](job)
     if job.out is None:
         print(*files.values(), sep="", end="")

@@ -56,7 +56,7 @@ CAUSES = (
         "a GPU ran out of memory",
         "a step of this size does not fit",
         "--memory.checkpoint_activations blocks, or --memory.offload_activations true, or a "
-        "smaller --batch.micro_size (with the same loss curve), or --memory.fit true",
+        "smaller --batch.micro_size (with the same loss curve), or auto",
     ),
     LogPattern(
         "memory",

@@ -11,6 +11,7 @@ from hvdtrain.audit.goodput import Goodput, measure
 from hvdtrain.audit.ledger import GenerationRecord
 from hvdtrain.audit.lineage import redone_steps
 from hvdtrain.data.order import MixedOrder
+from hvdtrain.engine.config import steps_of
 from hvdtrain.report.run import Column, RankSeries, RecordedRun, sources_of
 from hvdtrain.runtime.mesh import WAITED
 
@@ -84,9 +85,8 @@ def _progress(run: RecordedRun) -> Metrics:
 
 
 def _train_steps(run: RecordedRun) -> int | None:
-    """Configured number of steps; None: it follows from train.epochs and the data."""
-    steps = run.config.get("train", {}).get("steps")
-    return steps if isinstance(steps, int) and steps > 0 else None
+    """Configured number of steps; None: the run's length is configured in epochs."""
+    return steps_of(run.config.get("train", {}).get("duration")) or None
 
 
 def _epochs(last: GenerationRecord) -> float | None:

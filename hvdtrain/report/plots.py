@@ -33,6 +33,7 @@ from hvdtrain.report.draw import (
 )
 from hvdtrain.report.metrics import Metrics, who
 from hvdtrain.report.run import Column, RecordedRun
+from hvdtrain.telemetry.config import STRAGGLER_THRESHOLD
 from hvdtrain.text import plural
 
 _POINTS = 2000  # per generation in the plot of its progress
@@ -260,8 +261,8 @@ def _scores(run: RecordedRun, metrics: Metrics) -> Plot | None:
         over_steps(axes, run, "rank", from_zero=False)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(False)
-        threshold = run.config.get("telemetry", {}).get("straggler_threshold")
-        scale_above(axes, ScalarMappable(scale, "YlOrRd_r"), "straggler score", threshold)
+        mappable = ScalarMappable(scale, "YlOrRd_r")
+        scale_above(axes, mappable, "straggler score", STRAGGLER_THRESHOLD)
     return Plot(_score_title(metrics), _score_caption(cells.ranks_per_row), svg[0])
 
 

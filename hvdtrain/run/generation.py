@@ -45,6 +45,7 @@ from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.tensor_shards import local
 from hvdtrain.runtime.terminal import terminal
 from hvdtrain.tasks import optional
+from hvdtrain.telemetry.config import LINGER_SECONDS
 from hvdtrain.telemetry.exporter import ExporterAddress, write_targets
 from hvdtrain.text import encodable, plural
 
@@ -128,6 +129,9 @@ class Generation:
         """
         self._context.heartbeat.beat(Activity.PREPARING)
         check_hierarchical(self._config, self._topology)
+        warning = self._launched.settings.warning
+        if warning and self._persistent.initial and self._topology.rank == 0:
+            logger.warning("%s", warning)
         self._persistent.phase = STATE_TRANSFER
         source, targets = self._compare_ranks()
         if self._components.exporter is not None:
@@ -492,7 +496,7 @@ class Generation:
         if exporter is not None and code == 0:
             with heartbeat.waiting():
                 stop = self._launched.stop
-                exporter.linger(self._config.telemetry.linger_seconds, lambda: stop.raised)
+                exporter.linger(LINGER_SECONDS, lambda: stop.raised)
         if recorder is not None:
             with heartbeat.waiting():
                 recorder.end_sinks(code)

@@ -3,18 +3,17 @@
 `resolve` derives them once per process:
 
 - `batch.global_size` and `optim.lr`, if `batch.per_rank_size` is set, from the number of ranks;
-- `train.steps`, if `train.epochs` is set, from the number of samples;
+- the steps, if `train.duration` is in epochs, from the number of samples;
 - the buckets of samples by length, if `batch.max_tokens` is set;
 - the specification of the samples' order, unless they are in buckets or the dataset is iterable;
 - `integrity.replay_every`, if it is null, from what the run allows.
 
-`memory.fit` derives `batch.micro_size` later, because it needs the model (fit.py).
+`batch.micro_size auto` is resolved later, because it needs the model (fit.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -49,7 +48,7 @@ class Resolved:
     """A resolved configuration.
 
     Args:
-        config: with the derived values; `train.epochs` is 0.
+        config: with the derived values; `train.duration` is a number of steps.
         buckets: buckets of the samples, by length.
         epoch_samples: samples of an epoch of the training data; of a mixture, of all sources; 0 if
             unknown.
@@ -175,7 +174,7 @@ def with_replays(config: Config, datasets: Datasets) -> Config:
 
 
 def with_steps(config: Config, datasets: Datasets, buckets: SampleBuckets | None = None) -> Config:
-    """Return the configuration with the number of steps in `train.epochs`, if that is set.
+    """Return the configuration with a number of steps in `train.duration`.
 
     Args:
         buckets: buckets of the training data, with batch.max_tokens.
@@ -190,21 +189,21 @@ def with_steps(config: Config, datasets: Datasets, buckets: SampleBuckets | None
         return config
     if has_order(datasets.train):
         raise UserError(
-            "train.epochs: each source of a mixture has epochs of its own: set train.steps"
+            f"train.duration {config.train.duration}: each source of a mixture has epochs of its "
+            "own: set a number of steps"
         )
-    # As written in the configuration: 0.1 is exactly a tenth, not a binary float.
-    epochs = Fraction(repr(config.train.epochs))
+    epochs = config.train.epochs
     if buckets is None and not dataset_size(datasets):
         raise UserError(
-            f"train.epochs {config.train.epochs}: the training data has no length, so the number "
-            "of steps is unknown: set train.steps"
+            f"train.duration {config.train.duration}: the training data has no length, so the "
+            "number of steps is unknown: set a number of steps"
         )
     if buckets is None:
         steps = ceil(epochs * dataset_size(datasets) / config.batch.global_size)
     else:
         steps = ceil(epochs * len(buckets) / config.batch.micro_batches)
     try:
-        return replace(config, train=replace(config.train, steps=steps, epochs=0.0))
+        return replace(config, train=replace(config.train, duration=steps))
     except ValueError as error:
         raise UserError(str(error)) from None
 

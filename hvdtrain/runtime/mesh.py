@@ -219,8 +219,14 @@ def _keeping(
     return found
 
 
+def key_of_degree(axis: str) -> str:
+    """Return the configuration key of the degree of an axis."""
+    return "parallel.shard.degree" if axis == "shard" else f"parallel.{axis}"
+
+
 def _does_not_divide(ranks: int, size: int, degrees: Mapping[str, int]) -> str:
-    keys = " x ".join(f"parallel.{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+    named = {key_of_degree(axis): degree for axis, degree in degrees.items() if degree > 1}
+    keys = " x ".join(f"{key} {degree}" for key, degree in named.items())
     below = ranks // size * size
     near = " or ".join(str(count) for count in (below, below + size) if count)
     return (

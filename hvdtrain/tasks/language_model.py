@@ -39,7 +39,7 @@ class LanguageModel:
     """Next-token prediction; torch is imported by its methods, not by its configuration."""
 
     Config = LanguageModelConfig
-    defaults: ClassVar[dict[str, Any]] = {"train.steps": 400, "optim.lr": 3e-3}
+    defaults: ClassVar[dict[str, Any]] = {"train.duration": 400, "optim.lr": 3e-3}
     metrics: tuple[str, ...] = ()
 
     def __init__(self, config: LanguageModelConfig) -> None:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.alone
 FOUR = 4
 RUN = 'run="case"'
 ARGUMENTS = (
-    "--task tests.support.disturbed:Controlled --train.steps 1000000 --eval.every 50"
+    "--task tests.support.disturbed:Controlled --train.duration 1000000 --eval.every 50"
     " --telemetry.port 9855 --telemetry.exchange_every 5 --checkpoint.every 5"
     " --train.max_nonfinite 1000"
     # Ranks are stopped for some seconds here, and must not be removed.

@@ -309,7 +309,7 @@ def test_goodput_attributes_time_to_the_right_category(history: History) -> None
 
 @pytest.mark.parametrize("module", ["hvdtrain.train", "hvdtrain.cli train"])
 def test_goodput_includes_program_startup(tmp_path: Path, module: str) -> None:
-    flags = [*TINY, "--train.steps", "2", "--run.root", str(tmp_path), "--run.id", "a"]
+    flags = [*TINY, "--train.duration", "2", "--run.root", str(tmp_path), "--run.id", "a"]
     command = [sys.executable, "-m", *module.split()]
     before = time.time()
     done = start(tmp_path / "output", flags, command=command).wait(120)

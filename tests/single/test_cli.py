@@ -121,7 +121,7 @@ def test_user_error_is_one_line_and_keeps_its_exit_code(
     [
         "train",
         "plan --gpu H100",
-        "data columns --out c.json -- --tabular.data rows.csv --tabular.label last",
+        "data columns --out c.json -- --data.train rows.csv --tabular.label last",
     ],
 )
 def test_missing_horovod_is_reported_without_traceback(command: str, tmp_path: Path) -> None:

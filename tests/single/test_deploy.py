@@ -23,7 +23,7 @@ from hvdtrain.deploy.job import TARGETS, Job
 from hvdtrain.elastic.command import training_command
 from tests.support.runs import REPOSITORY
 
-KEYS = ["--config", "gpt-nano", "--train.steps", "30", "--data.train", "it's $HOME.txt"]
+KEYS = ["--config", "gpt-nano", "--train.duration", "30", "--data.train", "it's $HOME.txt"]
 BATCH = ["slurm", "pbs", "lsf"]
 HOSTS = ["--hosts", "node1:8,node2:4"]
 # Stub that prints its arguments and exits as configured.
@@ -263,7 +263,7 @@ def test_compose_file_matches_the_repository_and_its_run_parses(
         ("slurm --time 00:02:00", "--time 00:02:00 leaves less than a minute before the 120 s"),
         ("slurm --queue a;b", "--queue: 'a;b' is not a name or path without spaces"),
         ("slurm -- --run.id a$b", "run.id: 'a$b' is not a name or path without spaces"),
-        ("slurm -- --train.step 3", "did you mean train.steps?"),
+        ("slurm -- --train.durations 3", "did you mean train.duration?"),
         ("kubernetes --min-nodes 3", "--min-nodes 3 is more than --nodes 2"),
         ("slurm --out /dev/null/x", "/dev/null/x cannot be written"),
     ],

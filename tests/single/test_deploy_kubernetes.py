@@ -17,7 +17,7 @@ from hvdtrain.telemetry.config import TelemetryConfig
 from tests.support.kubernetes import Object, build, problems
 from tests.support.runs import REPOSITORY
 
-KEYS = ["--config", "gpt-nano", "--train.steps", "30", "--data.train", "$(HOME) it's.txt"]
+KEYS = ["--config", "gpt-nano", "--train.duration", "30", "--data.train", "$(HOME) it's.txt"]
 OPTIONS = "--name gpt --nodes 3 --ranks 2 --min-nodes 2 --storage-class nfs"
 
 

@@ -54,7 +54,7 @@ def test_diverged_run_is_explained(tmp_path: Path) -> None:
 def test_run_killed_from_outside_is_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = runs.start(tmp_path / "output", _flags(tmp_path, "Slow", "--train.steps", "1000"))
+    job = runs.start(tmp_path / "output", _flags(tmp_path, "Slow", "--train.duration", "1000"))
     metrics = tmp_path / "case" / "metrics.jsonl"
     poll(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 60, "steps")
     job.kill()

@@ -20,7 +20,7 @@ from hvdtrain.tasks import Datasets
 class Line:
     """A line through random points."""
 
-    defaults = {"train.steps": 4, "batch.global_size": 8, "batch.micro_size": 4}
+    defaults = {"train.duration": 4, "batch.global_size": 8, "batch.micro_size": 4}
 
     def datasets(self):
         x = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))

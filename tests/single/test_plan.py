@@ -295,7 +295,10 @@ def test_layout_flags_are_valid_configuration_keys() -> None:
     job = replace(A_JOB, blocks=8, block_bytes=1e6)
     for layout in layouts(job, Cluster(2, 4, Link(1e9), Link(1e10)), PREDICTED):
         config = parse(layout.flags.split()).config
-        assert (config.parallel.shard, config.parallel.tensor) == (layout.shard, layout.tensor)
+        assert (config.parallel.shard.degree, config.parallel.tensor) == (
+            layout.shard,
+            layout.tensor,
+        )
 
 
 def test_documented_table_of_published_systems_is_current() -> None:
@@ -429,7 +432,7 @@ def test_plan_uses_measured_network(
 
 
 def test_plan_uses_metrics_of_given_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--train.steps=20", "--telemetry.exchange_every=5", "--eval.every=0"]
+    flags = ["--train.duration=20", "--telemetry.exchange_every=5", "--eval.every=0"]
     train(tmp_path, "run", [*flags, "--checkpoint.every=20"])
     lines = [json.loads(line) for line in (tmp_path / "run" / "ranks.jsonl").open()]
     code, out, _ = _plan(capsys, "--from", str(tmp_path / "run"), "--format", "json")

@@ -106,7 +106,7 @@ def _rewrite(path: Path, **fields: float | None) -> None:
 
 
 def test_checkpoint_interval_uses_stall_time_of_saves(tmp_path: Path, plan: Plan) -> None:
-    flags = ["--train.steps=20", "--telemetry.exchange_every=5", "--eval.every=0"]
+    flags = ["--train.duration=20", "--telemetry.exchange_every=5", "--eval.every=0"]
     train(tmp_path, "run", [*flags, "--checkpoint.every=10"])
     events = tmp_path / "run" / "events.jsonl"
     saves = [json.loads(line) for line in events.read_text().splitlines()]

@@ -147,7 +147,7 @@ def test_run_on_s3_tokens_has_the_curve_of_local_tokens(
 ) -> None:
     curves = []
     for name, place in (("here", str(local)), ("there", s3)):
-        flags = ["--data.source", "tokens", "--data.train", place, "--train.steps", "3"]
+        flags = ["--data.source", "tokens", "--data.train", place, "--train.duration", "3"]
         flags += ["--data.validation_fraction", "0.1"]
         curves.append(losses(train(tmp_path, name, flags, "gloo:2" if name == "there" else "")))
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
@@ -257,7 +257,7 @@ def test_changed_shard_between_runs_is_named(local: Path, tmp_path: Path) -> Non
         (shards / name).write_bytes((local / name).read_bytes())
     flags = ["--data.source", "tokens", "--data.train", str(shards), "--data.validation"]
     flags += [str(local / "0.u16"), "--run.root", str(tmp_path), "--run.id", "a"]
-    train(tmp_path, "a", [*flags, "--train.steps", "1"])
+    train(tmp_path, "a", [*flags, "--train.duration", "1"])
     content = (shards / "1.u16").read_bytes()
     for change, message in (
         (None, "1.u16 (14 samples) has disappeared"),
@@ -267,6 +267,6 @@ def test_changed_shard_between_runs_is_named(local: Path, tmp_path: Path) -> Non
         (shards / "1.u16").unlink(missing_ok=True)
         if change is not None:
             (shards / "1.u16").write_bytes(change)
-        done = run(tmp_path / "output", [*TINY, *flags, "--train.steps", "2"])
+        done = run(tmp_path / "output", [*TINY, *flags, "--train.duration", "2"])
         assert done.returncode == 2 and done.stderr.count("error:") == 1, done
         assert f"is not that of the run's last start: {message}; restore it" in done.stderr, done

@@ -47,7 +47,7 @@ def _on_a_terminal(argv: list[str], directory: Path) -> str:
 
 
 def _flags(root: Path, steps: int) -> list[str]:
-    steps_and_place = ["--train.steps", str(steps), "--run.root", str(root), "--run.id", "a"]
+    steps_and_place = ["--train.duration", str(steps), "--run.root", str(root), "--run.id", "a"]
     return [*TINY, "--checkpoint.every", "0", *steps_and_place]
 
 

@@ -435,7 +435,7 @@ def elastic(tmp_path: Path) -> Iterator[Job]:
         f" --host-discovery-script 'cat {tmp_path}/hosts'"
     )
     flags = (
-        "--task tests.support.tasks:Slow --train.steps 99999 --eval.every 0 --telemetry.port 0"
+        "--task tests.support.tasks:Slow --train.duration 99999 --eval.every 0 --telemetry.port 0"
         f" --batch.global_size 4 --batch.micro_size 2 --run.id live --run.root {tmp_path}/runs"
     )
     command = [*launcher, *forked_train(2), *flags.split()]

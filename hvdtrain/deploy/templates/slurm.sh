@@ -1,7 +1,7 @@
 #!/bin/bash
 # hvdtrain in a Slurm job that is requeued after its time limit and after a preemption.
 # See slurm/README.md. Submit it from the repository's directory:
-#   sbatch {{ file }} --config gpt-nano --train.steps 300
+#   sbatch {{ file }} --config gpt-nano --train.duration 300
 # Arguments after the file name are passed to hvdtrain.train; sbatch's options come before it and
 # take precedence over the options below.
 

@@ -528,6 +528,11 @@ def test_order_check_examines_at_most_twice_its_limit(limit: int) -> None:
     assert check.all_checked == (limit >= 5000)
 
 
+def test_audit_accepts_a_source_without_samples_in_these_steps() -> None:
+    check = check_order(ShuffledOrder(130, seed=3), 100, 100)
+    assert (check.checked, check.repeated, check.all_checked) == (0, [], True)
+
+
 def test_repeated_samples_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     order = ShuffledOrder(130, seed=3)
     monkeypatch.setattr("hvdtrain.data.order.permute", lambda p, size, seed, epoch: p // 2)

@@ -3,7 +3,8 @@
     python docs/site/build.py
 
 `make docs-site` does that. Pages lie in the site as in the repository, so their links hold on both;
-their groups and order are those of docs/README.md. A broken link or anchor ends it with exit code 1.
+their groups and order are those of docs/README.md. A broken link or anchor ends it with exit
+code 1.
 """
 
 from __future__ import annotations

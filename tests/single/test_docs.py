@@ -19,7 +19,7 @@ from markdown_it.token import Token
 
 from hvdtrain.cli import _Parser
 from hvdtrain.config import parse
-from hvdtrain.tasks import BUILT_IN, load_class, optional
+from hvdtrain.tasks import BUILT_IN, Task, load_class, optional
 from tests.support.runs import REPOSITORY, metrics
 
 DOCS = REPOSITORY / "docs"
@@ -96,6 +96,13 @@ def test_custom_task_of_the_docs_learns_unmodified(tmp_path: Path) -> None:
     last = metrics(tmp_path / "runs" / "own")[-1]
     assert last["step"] == 300
     assert last["validation_accuracy"] > 0.9  # it also learns
+
+
+def test_custom_tasks_page_lists_every_method_and_attribute() -> None:
+    of_loops = {"script_state", "run_name"}  # of `hvdtrain.training`, which makes a task of a loop
+    names = {"datasets", "model", "loss", *Task.OPTIONAL} - of_loops
+    listed = re.findall(r"^\| `(\w+)", (DOCS / "custom-tasks.md").read_text(), re.MULTILINE)
+    assert names - {*listed} == set()
 
 
 def test_configuration_reference_matches_its_generator() -> None:

@@ -43,7 +43,10 @@ def pages() -> list[tuple[str, str]]:
 
 
 def stage(directory: Path, paths: list[str]) -> None:
-    """Copies the pages, and what they show, to where they lie in the repository."""
+    """Copies the pages, and what they show, to where they lie in the repository.
+
+    Docstrings of the public interface follow at the end of its page.
+    """
     shutil.rmtree(directory, ignore_errors=True)
     shown = [
         *(REPOSITORY / "docs/images").iterdir(),
@@ -53,7 +56,8 @@ def stage(directory: Path, paths: list[str]) -> None:
     for path in [*paths, *(str(file.relative_to(REPOSITORY)) for file in shown)]:
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / path, directory / path)
-    shutil.copy(HERE / "api.md", directory / API)
+    with (directory / API).open("a") as file:
+        file.write((HERE / "api.md").read_text())
 
 
 def configuration(source: Path, site: Path) -> dict[str, Any]:
@@ -64,7 +68,6 @@ def configuration(source: Path, site: Path) -> dict[str, Any]:
     nav += [
         {heading: [{title: path} for title, path in group]} for heading, group in groups().items()
     ]
-    nav.append({"API": API})
     handlers = found["plugins"][1]["mkdocstrings"]["handlers"]
     handlers["python"]["paths"] = [str(REPOSITORY)]
     return {**found, "docs_dir": str(source), "site_dir": str(site), "nav": nav}

@@ -21,11 +21,12 @@ from hvdtrain import cli
 from hvdtrain.data import remote
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig, DataConfig, LoaderConfig
-from hvdtrain.data.files import expand, find_files, first_change
+from hvdtrain.data.files import expand, find_files, first_change, split_files
 from hvdtrain.data.loader import Loading, TrainLoader
 from hvdtrain.data.packed import read_packed, read_text
 from hvdtrain.data.parquet import ParquetRows
 from hvdtrain.data.records import JsonLines, TarShards
+from hvdtrain.data.remote import RemoteFile
 from hvdtrain.data.text import Tokenizer
 from hvdtrain.data.tokens import TokenMeta, TokenWindows, read_token_files
 from hvdtrain.errors import UserError
@@ -233,6 +234,17 @@ def test_mistaken_urls_are_one_line(tmp_path: Path, pattern: str, message: str) 
         JsonLines([pattern], cache=str(tmp_path), key="data.train")
     with pytest.raises(UserError, match="read from local files, not from URLs"):
         expand("tabular.train", [pattern])
+
+
+def test_remote_files_are_split_for_validation_like_local_files(tmp_path: Path) -> None:
+    names = [f"{number}.txt" for number in range(6)]
+    here = [tmp_path / name for name in names]
+    for path in here:
+        path.write_text("a document")
+    there = [RemoteFile(f"{BUCKET}/{name}", 10, 0) for name in names]
+    found = [[[file.name for file in part] for part in split_files(f, 0.3)] for f in (there, here)]
+    assert found[0] == found[1]
+    assert [len(part) for part in found[0]] == [4, 2]
 
 
 def test_local_and_remote_patterns_can_be_mixed(local: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from prometheus_client import generate_latest
 
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.config import Config
+from hvdtrain.engine.callbacks import copies
 from hvdtrain.run.exporting import Exported, build_exporter
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.owner_token import Claim
@@ -56,6 +57,10 @@ def metrics(tmp_path: Path) -> Iterator[bytes]:
     exporter = build_exporter(config, 0, cpu, exported)
     assert exporter is not None
     exporter.describe({"run": "mine"})
+    held: Any = SimpleNamespace(
+        complete_step=0, store=SimpleNamespace(nbytes=lambda: 0), seconds=0.0, stall_seconds=0.0
+    )
+    copies.export(exporter, held)
     directory = RunDirectory(tmp_path)
     directory.prepare(fresh=True, claim=Claim.of_this_process())
     recorder = RunRecorder(directory, CheckpointConfig(keep=1))
@@ -85,7 +90,7 @@ def test_metric_names_pass_promtool_check(metrics: bytes) -> None:
 def test_dashboard_queries_are_valid_promql(tmp_path: Path) -> None:
     content = [
         {"record": f"panel:query{i}:value", "expr": expr}
-        for i, (_, expr) in enumerate(queries("mine", "1m"))
+        for i, (_, _, expr) in enumerate(queries("mine"))
     ]
     file = tmp_path / "queries.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": content}]}))
@@ -94,7 +99,7 @@ def test_dashboard_queries_are_valid_promql(tmp_path: Path) -> None:
 
 def test_rules_and_panels_use_only_exported_metrics(metrics: bytes) -> None:
     every = [rule["expr"] for name in ("recording", "alerts") for rule in rules(name)]
-    every += [expr for _, expr in queries("mine", "1m")]
+    every += [query.expr for query in queries("mine")]
     recorded = {rule["record"] for rule in rules("recording")}
     named = {name for expr in every for name in re.findall(r"[\w:]*hvdtrain_[\w:]*", expr)}
     assert len(named) > 25

@@ -189,7 +189,8 @@ WORLD = f"hvdtrain_world_size{{{RANKS}}}"
 AXES = f'comm_axis_seconds_total{{{RANKS}, axis!="data"}}'
 PIPELINE_WAITS = rate(f'comm_axis_seconds_total{{{RANKS}, axis="pipeline"}}')
 SCHEDULES = rate(f"pipeline_schedule_seconds_total{{{RANKS}}}")
-RECOVERY = f"max(hvdtrain_recovery_seconds_sum{{{RUN}}} / hvdtrain_recovery_seconds_count{{{RUN}}})"
+RECOVERIES = f"(hvdtrain_recovery_seconds_count{{{RUN}}} > 0)"
+RECOVERY = f"max(hvdtrain_recovery_seconds_sum{{{RUN}}} / {RECOVERIES})"
 FIRING = f'ALERTS{{{RUN}, alertstate="firing", severity="%s"}}'
 RANKS_BY_HOST = f'count by (host) (up{{job="hvdtrain", {RUN}}})'
 SINCE_STEP = f"time() - max(hvdtrain_last_step_timestamp_seconds{{{RUN}}})"

@@ -25,8 +25,6 @@ from panels import DATASOURCE, ROWS, RUN, UID
 OPEN = "Overview"  # The other rows are folded, and Grafana queries them when they are opened.
 TOP = ("10", "20", "50", "100")
 SHOW_CHECKPOINTS = ("Throughput", "Step time, median and 99%", "Where the time goes")
-RESTARTS = f"hvdtrain_restarts_total{{{RUN}}}"
-CHECKPOINTS = f"hvdtrain_last_checkpoint_timestamp_seconds{{{RUN}}}"
 
 
 def option(text: str, value: str) -> VariableOption:
@@ -60,16 +58,26 @@ def annotation(name: str, color: str, expr: str) -> dashboard.AnnotationQuery:
     return made.datasource(DATASOURCE).enable(True).target(query)
 
 
+def rises(series: str) -> str:
+    """Build the condition for the first point after an increase.
+
+    The series of a dead rank 0 counts too, otherwise the first point of its successor would rise.
+    """
+    return f"max({series}) > max(last_over_time({series}[1d] offset $__interval))"
+
+
 def annotations(panels: list[Any]) -> list[dashboard.AnnotationQuery]:
     """Mark restarts in all panels, and checkpoints where they explain something."""
-    # Grafana draws a mark at each point with a value: the first one after a restart. The series
-    # of a dead rank 0 counts too, otherwise the first point of another process would be a restart.
-    restarts = f"max({RESTARTS}) > max(last_over_time({RESTARTS}[1d] offset $__interval))"
     titles = {*SHOW_CHECKPOINTS, *(made.build().title for made in ROWS["Checkpoints"])}
     ids = [panel.id_val for panel in panels if panel.title in titles]
+    saved_at = f"max(hvdtrain_last_checkpoint_timestamp_seconds{{{RUN}}}) * 1000"
     return [
-        annotation("Restart", "red", restarts),
-        annotation("Checkpoint", "blue", f"max({CHECKPOINTS}) * 1000")
+        annotation("Restart", "red", rises(f"hvdtrain_restarts_total{{{RUN}}}")),
+        annotation(
+            "Checkpoint",
+            "blue",
+            f"{saved_at} and {rises(f'hvdtrain_last_checkpoint_step{{{RUN}}}')}",
+        )
         .use_value_for_time(True)
         .filter(dashboard.AnnotationPanelFilter().ids(ids)),
     ]

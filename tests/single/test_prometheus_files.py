@@ -97,6 +97,35 @@ def test_dashboard_queries_are_valid_promql(tmp_path: Path) -> None:
     assert f"{len(content)} rules found" in _promtool("check", "rules", str(file))
 
 
+def test_restart_and_checkpoint_are_marked_once_if_rank_0_moves(tmp_path: Path) -> None:
+    # One sample per minute. Rank 0 dies after 5 minutes; another host has it from minute 8.
+    moved = {
+        "restarts_total": ("0x4 stale", "_x8 1x6"),
+        "last_checkpoint_step": ("0 0 10 10 10 stale", "_x8 10 10 10 20 20 20 20"),
+        "last_checkpoint_timestamp_seconds": ("0 0 110 110 110 stale", "_x8 480x2 650x3"),
+    }
+    series = [
+        {"series": f'hvdtrain_{name}{{run="mine", instance="{instance}"}}', "values": values}
+        for name, both in moved.items()
+        for instance, values in zip("ab", both, strict=True)
+    ]
+    marks = {query.title: query.expr for query in queries("mine", step="1m")}
+    expected = {"annotation Restart": {8: 1}, "annotation Checkpoint": {2: 110e3, 11: 650e3}}
+    cases = [
+        {
+            "expr": marks[title],
+            "eval_time": f"{minute}m",
+            "exp_samples": [{"labels": "{}", "value": values[minute]}] if minute in values else [],
+        }
+        for title, values in expected.items()
+        for minute in range(15)
+    ]
+    file = tmp_path / "marks.yml"
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": cases}
+    file.write_text(yaml.safe_dump({"tests": [test]}))
+    assert "SUCCESS" in _promtool("test", "rules", str(file))
+
+
 def test_rules_and_panels_use_only_exported_metrics(metrics: bytes) -> None:
     every = [rule["expr"] for name in ("recording", "alerts") for rule in rules(name)]
     every += [query.expr for query in queries("mine")]

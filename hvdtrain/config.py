@@ -177,7 +177,7 @@ def build_parser(task_class: type) -> ArgumentParser:
     Raises:
         UserError: the task's Config has a key that already exists.
     """
-    program = "python -m hvdtrain.train"
+    program = "hvdtrain train"
     parser = ArgumentParser(
         prog=program,
         usage=f"{program} [--config FILE_OR_PRESET] [--section.key VALUE ...]",

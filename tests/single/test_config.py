@@ -238,10 +238,7 @@ def test_help_lists_keys_in_less_than_a_second_of_cpu_time() -> None:
 def test_help_has_a_short_usage_and_named_sections() -> None:
     said = _run("--help", COLUMNS="100").stdout
     usage, description, *_ = said.split("\n\n")
-    assert (
-        usage
-        == "usage: python -m hvdtrain.train [--config FILE_OR_PRESET] [--section.key VALUE ...]"
-    )
+    assert usage == "usage: hvdtrain train [--config FILE_OR_PRESET] [--section.key VALUE ...]"
     assert description.startswith("Train a task")
     assert "gpt-nano, gpt-small" in said
     assert "<class" not in said and "Path to a configuration file" not in said

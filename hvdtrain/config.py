@@ -224,7 +224,7 @@ def build_parser(task_class: type, only_basic: bool = False) -> ArgumentParser:
     Raises:
         UserError: the task's Config has a key that already exists.
     """
-    program = "python -m hvdtrain.train"
+    program = "hvdtrain train"
     parser = ArgumentParser(
         prog=program,
         usage=f"{program} [--config FILE_OR_PRESET] [--section.key VALUE ...]",

@@ -47,7 +47,8 @@ from hvdtrain.runtime.terminal import terminal
 from hvdtrain.tasks import optional
 from hvdtrain.telemetry.config import LINGER_SECONDS
 from hvdtrain.telemetry.exporter import ExporterAddress, write_targets
-from hvdtrain.text import encodable, plural
+from hvdtrain.text import encodable, plural, styled
+from hvdtrain.untrusted import printable_lines
 
 _OPTIMIZER_VALUES = 2  # per parameter, as AdamW keeps
 # Interval of the turns while rank 0 waits for an upload, see `Generation._wait_for_mirror`.
@@ -621,8 +622,12 @@ def _show_sample(sample: Callable[[nn.Module], Any], model: nn.Module) -> None:
     """Print a sample of the trained model; no failure here fails the finished run."""
     try:
         with evaluating(model), torch.no_grad():
-            text = str(sample(model))
-        print(f"\n{encodable(text)}\n", flush=True)
+            text = sample(model)
+        if text is None:
+            return
+        heading = styled("Sample output of the trained model:", "bold")
+        # Bytes and characters that the model generates must not control the terminal.
+        print(f"\n{heading}\n{encodable(printable_lines(str(text)))}\n", flush=True)
         if terminal() not in (None, sys.stderr):
             time.sleep(_FORWARD_SECONDS)
     except Exception as error:

@@ -34,6 +34,7 @@ from hvdtrain.engine.config import DEFAULT_REPLAY_EVERY, IntegrityConfig
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.tasks import Datasets
+from hvdtrain.text import plural
 
 
 class RunBuckets(NamedTuple):
@@ -66,41 +67,30 @@ class Resolved:
         return batch.global_size if buckets is None else buckets.samples_of(step, batch.per_step)
 
     def describe_length(self) -> str:
-        """Describe steps, epochs and samples in one line, and how the last samples are used."""
-        steps, batch = self.config.train.steps, self.config.batch
-        size, buckets = self.epoch_samples, self.buckets.train
+        """Describe steps, samples and epochs in one short line."""
+        batch, buckets, size = self.config.batch, self.buckets.train, self.epoch_samples
+        steps = plural(self.config.train.steps, "step")
         if buckets is not None:
-            each = batch.micro_batches
-            return (
-                f"{steps} steps of {each} micro-batches are {steps * each / len(buckets):.2f} "
-                f"epochs of {len(buckets)} micro-batches, which hold {size} samples in "
-                f"{len(buckets.sizes)} buckets, padded to at most {batch.max_tokens} tokens; all "
-                "samples are used: a step at the end of an epoch continues with the next epoch"
-            )
-        total = steps * batch.global_size
+            done = self.config.train.steps * batch.micro_batches
+            each = plural(batch.micro_batches, "micro-batch", "micro-batches")
+            return f"{steps} of {each}: {_epochs(done, len(buckets), size)}"
+        total = self.config.train.steps * batch.global_size
+        head = f"{steps} of {plural(batch.global_size, 'sample')}"
         if self.order is not None and "sources" in self.order:
             order = build_order(self.order, self.config.seed, batch.global_size)
             assert isinstance(order, MixedOrder)
-            used = order.before(total)
-            return f"{steps} steps of {batch.global_size} samples are " + ", ".join(
-                f"{count} of {name} ({count / source.size:.2f} epochs of {source.size} samples)"
-                for count, (name, source) in zip(used, order.orders.items(), strict=True)
+            counts = zip(order.before(total), order.orders.items(), strict=True)
+            return f"{head}: " + ", ".join(
+                f"{name} {_epochs(count, source.size, source.size)}"
+                for count, (name, source) in counts
             )
         if not size:
-            return (
-                f"{steps} steps of {batch.global_size} samples; the data does not know its length"
-            )
-        epochs, beyond = divmod(total, size)
-        whole = (
-            "all samples are used: a step at the end of an epoch continues with the next epoch"
-            if size % batch.global_size
-            else "an epoch is a whole number of steps"
-        )
-        rest = f"; the last step ends {beyond} samples into epoch {epochs + 1}" if beyond else ""
-        return (
-            f"{steps} steps of {batch.global_size} samples are {total / size:.2f} epochs of {size} "
-            f"samples; {whole}{rest}"
-        )
+            return f"{head}; the length of the data is unknown"
+        return f"{head}: {_epochs(total, size, size)}"
+
+
+def _epochs(done: int, whole: int, samples: int) -> str:
+    return f"{done / whole:.2f} epochs of {plural(samples, 'sample')}"
 
 
 def resolve(settings: Settings, topology: Topology, datasets: Datasets) -> Resolved:

@@ -48,7 +48,7 @@ def test_bucketed_curve_is_independent_of_ranks_workers_and_restarts(
     assert first["padding"] == 1 - used.tokens / used.slots
     assert first["epoch"] == used.samples / TRAIN
     output = next((tmp_path / "output-whole").glob("*.stderr")).read_text()
-    assert re.search(r"10 steps of 6 micro-batches are .* epochs of \d+ micro-batches", output)
+    assert re.search(r"10 steps of 6 micro-batches: \d\.\d\d epochs of 150 samples", output)
 
 
 def test_resume_rejects_token_budget_change(tmp_path: Path) -> None:

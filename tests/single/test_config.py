@@ -267,10 +267,7 @@ def test_help_of_each_task_shows_20_keys_and_says_how_to_see_all(
 def test_help_has_a_short_usage_and_named_sections() -> None:
     said = _run("--help", COLUMNS="100").stdout
     usage, description, *_ = said.split("\n\n")
-    assert (
-        usage
-        == "usage: python -m hvdtrain.train [--config FILE_OR_PRESET] [--section.key VALUE ...]"
-    )
+    assert usage == "usage: hvdtrain train [--config FILE_OR_PRESET] [--section.key VALUE ...]"
     assert description.startswith("Train a task")
     assert "gpt-nano, gpt-small" in said
     assert "<class" not in said and "Path to a configuration file" not in said

@@ -229,7 +229,7 @@ class ChaosJob:
     def log(self) -> str:
         """Return the end of the output, without the lines of steps."""
         lines = self.job.output().splitlines(keepends=True)
-        return "".join(line for line in lines if " samples/s " not in line)[-_TAIL_BYTES:]
+        return "".join(line for line in lines if "  ETA " not in line)[-_TAIL_BYTES:]
 
     def kill(self) -> None:
         for job in self._jobs:

@@ -76,14 +76,14 @@ def _report(args: argparse.Namespace) -> int:
     if args.format == "json":
         print(json.dumps(finite(_content(found)), indent=1, allow_nan=False))
         return 0
-    from hvdtrain.report import page
+    from hvdtrain.report import html, page
 
     if args.other is None:
-        text, out = page.one(runs[0], found[0]), args.out or args.run / "report.html"
+        shown, out = page.one(runs[0], found[0]), args.out or args.run / "report.html"
     else:
-        text = page.two(runs[0], runs[1], (found[0], found[1]))
+        shown = page.two(runs[0], runs[1], (found[0], found[1]))
         out = args.out or args.other / "compare.html"
-    write_out(out, text)
+    write_out(out, html.document(shown))
     print(out)
     return 0
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ from hvdtrain.audit.ledger import GenerationRecord
 from hvdtrain.audit.lineage import redone_steps
 from hvdtrain.data.order import MixedOrder
 from hvdtrain.report.run import Column, RankSeries, RecordedRun, sources_of
+from hvdtrain.run_files.listing import alive
 from hvdtrain.runtime.mesh import WAITED
 
 Metrics = dict[str, Any]
 
+RECENT = 50  # logged steps that predict the remaining time
 STATES = {0: "finished", 75: "preempted"}
 COMPARED = (
     "steps",
@@ -67,11 +70,16 @@ def _progress(run: RecordedRun) -> Metrics:
     early = any(g.early_stop for g in run.ledger.generations) if run.ledger else False
     if last and code == 0 and early and last.reached < last.start.total_steps:
         ended = "stopped early"
+    total = last.start.total_steps if last else _train_steps(run)
+    remaining = None
+    if code is None and alive(run.path / ".owner"):
+        remaining = remaining_seconds(step, run.steps["time"], total)
     return {
         "state": ended if last else None,
         "exit_code": code,
         "steps": int(step[-1]) if len(step) else 0,
-        "total_steps": last.start.total_steps if last else _train_steps(run),
+        "total_steps": total,
+        "remaining_seconds": remaining,
         "epochs": _epochs(last) if last else None,
         "ranks": last.start.world_size if last else run.manifest.get("world_size"),
         "hosts": last.start.hosts if last else run.manifest.get("hosts", {}),
@@ -81,6 +89,21 @@ def _progress(run: RecordedRun) -> Metrics:
         "final_validation": run.validation,
         "steps_without_finite_loss": int((~np.isfinite(loss)).sum()),
     }
+
+
+def remaining_seconds(
+    step: Sequence[float] | Column, time: Sequence[float] | Column, total: int | None
+) -> float | None:
+    """Seconds until the last step at the rate of the last steps; None if it is unknown.
+
+    Args:
+        step, time: logged steps and their Unix times, in order (N).
+    """
+    begin = max(0, len(step) - RECENT)
+    if total is None or len(step) - begin < 2 or not step[-1] > step[begin]:
+        return None
+    each = (time[-1] - time[begin]) / (step[-1] - step[begin])
+    return max(0.0, float(each * (total - step[-1]))) if np.isfinite(each) else None
 
 
 def _train_steps(run: RecordedRun) -> int | None:
@@ -268,14 +291,18 @@ def _goodput(run: RecordedRun) -> Metrics:
 
 
 def restarts(run: RecordedRun) -> list[Metrics] | None:
-    """Each start after the first, with its cost."""
+    """Each start after the first step, with its cost; earlier starts belong to the start-up."""
     if run.ledger is None:
         return None
     generations = run.ledger.generations
+    reached = accumulate((generation.reached for generation in generations), max)
+    first = generations[0].start.step
+    later = [pair for pair, most in zip(pairwise(generations), reached, strict=False) if most > first]
     return [
         {
             "number": number,
             "cause": now.start.cause,
+            "at_seconds": now.start.time - run.ledger.began,
             "source": now.start.source,
             "step": now.start.step,
             "ranks_before": before.start.world_size,
@@ -286,7 +313,7 @@ def restarts(run: RecordedRun) -> list[Metrics] | None:
             "redone_steps": redone_steps(before, now.start).least,
             "redone_steps_at_most": redone_steps(before, now.start).most,
         }
-        for number, (before, now) in enumerate(pairwise(generations), start=1)
+        for number, (before, now) in enumerate(later, start=1)
     ]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
+from PIL import Image
 
 WIDTH = 1120
 
@@ -75,7 +75,8 @@ def show(page: Path, directory: Path, height: int, dark: bool = False) -> Shown:
 
 
 def _pixels(picture: Path) -> np.ndarray:
-    return np.round(imread(picture)[:, :, :3] * 255).astype(np.int16)
+    with Image.open(picture) as image:
+        return np.asarray(image.convert("RGB")).astype(np.int16)
 
 
 class Tab:
@@ -98,6 +99,18 @@ class Tab:
 
     def open(self, url: str) -> None:
         self._call("Page.navigate", self._session, url=url)
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the page the size of another screen."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._call("Emulation.setDeviceMetricsOverride", self._session, **size)
+
+    def drag(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
+        """Drag the mouse between two points of the window."""
+        for kind, (x, y) in (("Moved", begin), ("Pressed", begin), ("Moved", end), ("Released", end)):
+            button = {"button": "left", "buttons": 1, "clickCount": 1}
+            where = {"type": f"mouse{kind}", "x": x, "y": y, **button}
+            self._call("Input.dispatchMouseEvent", self._session, **where)
 
     def value(self, expression: str) -> Any:
         """Return the value of a JavaScript expression; AssertionError if it throws."""

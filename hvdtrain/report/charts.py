@@ -53,7 +53,7 @@ CURVES = {
     "step_seconds": Curve("Step time", "ms", "ms", BLUE, 1e3),
     "grad_norm": Curve("Gradient norm", "", "norm", PURPLE),
     "lr": Curve("Learning rate", "", "rate", ORANGE),
-    "exposed": Curve("Exposed communication", "% of the ranks' time", "%", RED, 100.0),
+    "exposed": Curve("Exposed communication", "% of the ranks' time", "share", RED, 100.0),
     "score": Curve("Score of the slowest rank", "fastest = 1", "score", ORANGE),
 }
 
@@ -120,7 +120,13 @@ def series(
     name: str, points: Points | None, color: int, *, run: int = 0, dash: bool = False
 ) -> Chart:
     """One line; `run` selects the clock of the page that converts its steps to seconds."""
-    return {"name": name, "color": color, "run": run, "dash": dash, **(points or {"x": [], "y": []})}
+    return {
+        "name": name,
+        "color": color,
+        "run": run,
+        "dash": dash,
+        **(points or {"x": [], "y": []}),
+    }
 
 
 def lines(title: str, unit: str, drawn: Iterable[Chart], **options: Any) -> Chart:

@@ -67,7 +67,7 @@ def dumps(content: Any) -> str:
 
 
 def policy() -> str:
-    """Content-Security-Policy that allows the style and the script of `document`, and nothing else."""
+    """Content-Security-Policy that allows the style and the script of `document`, nothing else."""
     return f"default-src 'none'; script-src {_hash(script())}; style-src {_hash(style())}"
 
 

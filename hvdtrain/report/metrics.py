@@ -297,7 +297,9 @@ def restarts(run: RecordedRun) -> list[Metrics] | None:
     generations = run.ledger.generations
     reached = accumulate((generation.reached for generation in generations), max)
     first = generations[0].start.step
-    later = [pair for pair, most in zip(pairwise(generations), reached, strict=False) if most > first]
+    later = [
+        pair for pair, most in zip(pairwise(generations), reached, strict=False) if most > first
+    ]
     return [
         {
             "number": number,

@@ -6,9 +6,8 @@ from typing import Any
 
 from hvdtrain.audit.lineage import Redone
 from hvdtrain.report import charts, run_charts, tables, texts, units
-from hvdtrain.report.metrics import Metrics, who
+from hvdtrain.report.metrics import Metrics
 from hvdtrain.report.run import RecordedRun
-from hvdtrain.report.tables import ReportTable
 from hvdtrain.text import plural
 
 # Parts of the goodput, as a tile names them.
@@ -60,9 +59,7 @@ def page(title: str, **parts: Any) -> Page:
             clocks: per run the seconds since its start at some steps. marks: restarts. charts.
             first, last: tables above and below the charts. texts: below them, folded.
     """
-    parts |= {
-        name: [vars(table) for table in parts.get(name, [])] for name in ("first", "last")
-    }
+    parts |= {name: [vars(table) for table in parts.get(name, [])] for name in ("first", "last")}
     empty: dict[str, Any] = {"headline": "", "state": "", "texts": []}
     empty |= {name: [] for name in ("links", "tiles", "notes", "clocks", "marks", "charts")}
     return {"title": title, **empty, **parts}

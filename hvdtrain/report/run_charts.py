@@ -13,6 +13,7 @@ from hvdtrain.report.run import Column, RecordedRun
 from hvdtrain.text import plural
 
 _GIB = 2.0**30
+_OVER_RANKS = "Line: median over the ranks; band: smallest to largest."
 _RANKS = 64  # in the chart of the phases: the ranks with the lowest scores
 
 
@@ -23,15 +24,18 @@ def make(run: RecordedRun, metrics: Metrics) -> list[Chart]:
         _describe_loss(found["loss"], run, metrics)
     if "step_seconds" in found:
         _describe_step_time(found["step_seconds"], run)
+    for key, result in _results(run, metrics).items():
+        if key in found:
+            found[key]["note"] = result
     if "exposed" in found:
-        found["exposed"]["caption"] = "Line: median over the ranks; band: smallest to largest."
+        found["exposed"]["caption"] = _OVER_RANKS
     loss = found.pop("loss", None)
     every = [
         loss,
         _source_losses(run, metrics),
         _progress(run, metrics),
         *found.values(),
-        _memory(run),
+        _memory(run, metrics),
         _phases(run, metrics),
         _scores(run, metrics),
     ]
@@ -83,6 +87,22 @@ def _describe_loss(chart: Chart, run: RecordedRun, metrics: Metrics) -> None:
     if unknown := metrics["steps_without_finite_loss"]:
         omitted = f"Omitted: {plural(unknown, 'step')} with a non-finite loss."
         chart["caption"] = f"{chart.get('caption', '')} {omitted}".strip()
+
+
+def _results(run: RecordedRun, metrics: Metrics) -> dict[str, str]:
+    """Results of the charts with one sentence each."""
+    found = {}
+    if metrics["median_samples_per_second"] is not None:
+        found["samples_per_second"] = f"Median {units.number(metrics['median_samples_per_second'])}"
+    if metrics["overlap"] is not None:
+        share, overlap = (units.percent(metrics[key]) for key in ("exposed_share", "overlap"))
+        found["exposed"] = f"{share} of the time; {overlap} of the communication is hidden"
+    for key in ("grad_norm", "lr"):
+        known = run.steps[key][np.isfinite(run.steps[key])]
+        if len(known):
+            most, last = units.number(known.max(), 3), units.number(known[-1], 3)
+            found[key] = f"Maximum {most}, last {last}"
+    return found
 
 
 def _describe_step_time(chart: Chart, run: RecordedRun) -> None:
@@ -190,7 +210,7 @@ def slow_ranks(metrics: Metrics) -> str:
     return f"No rank was slow; lowest median score: {score} (rank {rank})"
 
 
-def _memory(run: RecordedRun) -> Chart | None:
+def _memory(run: RecordedRun, metrics: Metrics) -> Chart | None:
     """Memory of a rank over the steps."""
     if run.ranks is None:
         return None
@@ -200,5 +220,7 @@ def _memory(run: RecordedRun) -> Chart | None:
         found = to_points(run.ranks.step, values / _GIB) if np.nanmax(values, initial=0) else None
         drawn.append(charts.series(kind, found, color))
     chart = charts.lines("Memory per rank", "GiB", drawn, zero=True)
-    chart["caption"] = "Line: median over the ranks; band: smallest to largest."
+    peaks = [(kind, metrics[f"peak_{kind}_memory_bytes"]) for kind in ("host", "device")]
+    chart["note"] = "Up to " + ", ".join(f"{units.size(p)} ({kind})" for kind, p in peaks if p)
+    chart["caption"] = _OVER_RANKS
     return chart if chart["series"] else None

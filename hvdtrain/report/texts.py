@@ -44,7 +44,11 @@ def _log_line(line: dict[str, Any]) -> str:
     known = when is not None and 0 <= when < 1e11
     clock = time.strftime("%H:%M:%S", time.gmtime(when)) if known else "?"
     level = line.get("level")
-    words = [clock, "" if level == "info" else f"{level}:", *map(line.get, ("message", "traceback"))]
+    words = [
+        clock,
+        "" if level == "info" else f"{level}:",
+        *map(line.get, ("message", "traceback")),
+    ]
     return printable_lines(" ".join(str(word) for word in words if word))
 
 

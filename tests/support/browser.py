@@ -107,7 +107,12 @@ class Tab:
 
     def drag(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
         """Drag the mouse between two points of the window."""
-        for kind, (x, y) in (("Moved", begin), ("Pressed", begin), ("Moved", end), ("Released", end)):
+        for kind, (x, y) in (
+            ("Moved", begin),
+            ("Pressed", begin),
+            ("Moved", end),
+            ("Released", end),
+        ):
             button = {"button": "left", "buttons": 1, "clickCount": 1}
             where = {"type": f"mouse{kind}", "x": x, "y": y, **button}
             self._call("Input.dispatchMouseEvent", self._session, **where)

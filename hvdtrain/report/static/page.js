@@ -176,7 +176,7 @@ function makePlot(shared, small) {
     const row = (at) => Math.round(u.valToPos(at * spec.per_row - 0.5, "y", true));
     cells.forEach((values, y) => values.forEach((value, x) => {
       if (!known(value)) return;
-      u.ctx.fillStyle = `rgb(${base} / ${(0.06 + 0.94 * (1 - value / 100)).toFixed(2)})`;
+      u.ctx.fillStyle = `rgb(${base} / ${Math.min(1, 0.04 + 1.5 * (1 - value / 100)).toFixed(2)})`;
       u.ctx.fillRect(edge(x), row(y), Math.max(1, edge(x + 1) - edge(x)), Math.max(1, row(y + 1) - row(y)));
     }));
     u.ctx.restore();
@@ -199,8 +199,9 @@ function makePlot(shared, small) {
       cursor: { y: false, points: { size: 7 }, ...(overSteps() ? { sync: { key: shared.key, scales: ["x", null] } } : {}) } };
     if (make === bars) {
       return { ...common, scales: { x: { time: false, ori: 1, dir: -1, ...onRanks }, y: { ori: 0, range: () => [0, most || 1] } },
-        axes: [axis("", shortened, { side: 3, grid: { show: false }, incrs: [1, 2, 5, 10, 20], size: 104, space: 14 }),
-          axis("", (v) => number(v, 10), { side: 2, size: 26 })], cursor: { x: false, y: false, drag: { setScale: false } } };
+        axes: [axis("", shortened, { side: 3, grid: { show: false }, incrs: [1, 2, 5, 10, 20], space: 14,
+          size: 16 + 7 * Math.min(14, Math.max(4, ...spec.labels.map(({ length }) => length))) }),
+          axis("", (v) => number(v, 10), { side: 2, size: 26, space: 60 })], cursor: { x: false, y: false, drag: { setScale: false } } };
     }
     return { ...common, hooks: { drawClear: make === heat ? [drawCells] : [], draw: [drawMarks] },
       scales: { x: { time: false, distr: isLog("x") ? 3 : 1, log: spec.x === "bytes" || spec.x === "ranks" ? 2 : 10 },
@@ -334,7 +335,7 @@ function makePage() {
   const tiles = part("div", { class: "tiles" }, (found) => found.map(({ label, value, note }) => el("div", { class: "tile" },
     el("div", { class: "label" }, label), el("div", { class: "value" }, value), el("div", { class: "note" }, note))));
   const notes = part("ul", { class: "notes" }, (found) => found.map(({ text, warning }) => el("li", warning ? { class: "warning" } : {}, text)));
-  const [first, last] = [0, 1].map(() => part("div", {}, (found) => found.map(table)));
+  const [first, last] = ["first", "last"].map((name) => part("div", { class: name }, (found) => found.map(table)));
   const slider = el("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: "0" });
   const axis = el("select", {}, el("option", { value: "step" }, "step"), el("option", { value: "time" }, "time"));
   const tools = el("div", { class: "tools bar" }, el("label", {}, "x axis ", axis), el("label", {}, "smoothing ", slider),

@@ -111,7 +111,11 @@ class LiveRun:
         self._add_ranks(ranks)
         row, clock = self._overview.row(), self._clock.points()
         running = row["state"] == "running" and self._recent
-        left = remaining_seconds(*zip(*self._recent, strict=True), row["total_steps"]) if running else None
+        left = (
+            remaining_seconds(*zip(*self._recent, strict=True), row["total_steps"])
+            if running
+            else None
+        )
         return {
             **row,
             "remaining_seconds": left,
@@ -215,4 +219,3 @@ def _row(values: object) -> list[float]:
     row = [number(value) for value in values] if isinstance(values, list) else []
     known = [value for value in row if value is not None]
     return known if len(known) == len(row) else []
-

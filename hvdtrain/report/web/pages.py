@@ -42,8 +42,18 @@ def _listed(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def one(run: dict[str, Any], path: Path) -> Page:
-    """The page of a run; `run` is what `LiveRun.refresh` returned."""
+def make(found: Mapping[Path, dict[str, Any]]) -> Page:
+    """The page of a run, or the page that compares several.
+
+    Args:
+        found: directory of a run -> what `LiveRun.refresh` returned.
+    """
+    if len(found) > 1:
+        return _several(found)
+    return _one(*next(iter(found.items())))
+
+
+def _one(path: Path, run: dict[str, Any]) -> Page:
     report = "report?" + urlencode({"name": run["name"]})
     found = [*charts.of_run(run["series"]).values(), *_phases(run["window"])]
     shown = page(
@@ -62,19 +72,14 @@ def one(run: dict[str, Any], path: Path) -> Page:
     return {**shown, "unread_bytes": run["unread_bytes"]}
 
 
-def several(found: Mapping[str, dict[str, Any]], paths: Mapping[str, Path]) -> Page:
-    """The page that compares runs.
-
-    Args:
-        found: name -> what `LiveRun.refresh` returned.
-    """
-    links = [_ALL, *([name, "?" + urlencode({"run": name})] for name in found)]
-    configurations = {name: texts.configuration(path) for name, path in paths.items()}
+def _several(found: Mapping[Path, dict[str, Any]]) -> Page:
+    links = [_ALL, *([path.name, "?" + urlencode({"run": path.name})] for path in found)]
+    configurations = {path.name: texts.configuration(path) for path in found}
     shown = page(
         title=plural(len(found), "run"),
         links=links,
         clocks=[run["clock"] for run in found.values()],
-        charts=charts.of_runs({name: run["series"] for name, run in found.items()}),
+        charts=charts.of_runs({path.name: run["series"] for path, run in found.items()}),
         first=[_summary([*found.values()])],
         last=[texts.differences(configurations)],
     )

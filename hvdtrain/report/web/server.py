@@ -129,9 +129,7 @@ def make_app(runs: Runs) -> App:
         if path == "/api/run":
             if len(names) > _MOST_COMPARED:
                 raise ValueError(f"at most {_MOST_COMPARED} runs can be compared")
-            found = {name: runs.run(name) for name in names}
-            paths = {name: runs.path(name) for name in found}
-            return _json(pages.one(*found.values(), *paths.values()) if len(found) == 1 else pages.several(found, paths))
+            return _json(pages.make({runs.path(name): runs.run(name) for name in names}))
         if path == "/report":
             page = reports.page(runs.path(names[0]))
             return _Answer(page or _WAIT, "text/html", policy=html.policy())

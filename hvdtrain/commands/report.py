@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.output import finite, write_out
+from hvdtrain.commands.output import write_out
 from hvdtrain.errors import UserError
+from hvdtrain.text import finite
 
 _HOST, _PORT, _ROOT = "127.0.0.1", 8642, Path("runs")
 

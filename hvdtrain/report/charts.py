@@ -54,7 +54,7 @@ CURVES = {
     "grad_norm": Curve("Gradient norm", "", "norm", PURPLE),
     "lr": Curve("Learning rate", "", "rate", ORANGE),
     "exposed": Curve("Exposed communication", "% of the ranks' time", "share", RED, 100.0),
-    "score": Curve("Score of the slowest rank", "fastest = 1", "score", ORANGE),
+    "score": Curve("Score of the slowest rank", "", "score (fastest = 1)", ORANGE),
 }
 
 
@@ -96,7 +96,8 @@ def of_runs(runs: Mapping[str, Mapping[str, Points]]) -> list[Chart]:
             {**other, "name": f"{other['name']} − {first['name']}", **_difference(first, other)}
             for other in others
         ]
-        chart["difference"] = lines("", curve.unit, apart)
+        every = [x for one in drawn for x in one["x"]]
+        chart["difference"] = lines("", curve.unit, apart, span=[min(every), max(every)])
         absent = [one["name"] for one in drawn if not one["x"]]
         chart["caption"] = f"Unknown for {', '.join(absent)}." if absent else ""
         found.append(chart)
@@ -134,8 +135,9 @@ def lines(title: str, unit: str, drawn: Iterable[Chart], **options: Any) -> Char
 
     Args:
         options: x: "step" (default; the page can show times instead), "seconds" or the label of
-            another axis. zero: y begins at 0. log: both or one axis ("y", "xy") are logarithmic.
-            wide: it has the width of the page. note: result, below the title. caption: definitions.
+            another axis. span: first and last x of the axis. zero: y begins at 0. log: axes that
+            are logarithmic ("y", "xy"). wide: it has the width of the page. note: result, below
+            the title. caption: definitions.
     """
     return {"title": title, "unit": unit, "series": [one for one in drawn if one["x"]], **options}
 
@@ -205,9 +207,9 @@ def clock(step: Column, seconds: Column, limit: int = 2 * COLUMNS) -> dict[str, 
         step, seconds: increasing (N).
     """
     # The steps around the longest pauses are kept, so that a restart is a step of the curve.
-    pauses = np.argsort(np.diff(seconds))[-limit // 4 :] if len(seconds) else []
+    pauses = np.argsort(np.diff(seconds))[-(limit // 4) :]
     even = np.linspace(0, len(step) - 1, min(len(step), limit // 2)).astype(np.int64)
-    chosen = np.unique([*even, *pauses, *(pause + 1 for pause in pauses)]).astype(np.int64)
+    chosen = np.unique(np.concatenate([even, pauses, pauses + 1]))
     return {"step": _rounded(step[chosen]), "seconds": _rounded(seconds[chosen])}
 
 

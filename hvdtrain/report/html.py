@@ -10,8 +10,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from hvdtrain.commands.output import finite
-from hvdtrain.report.page import Page
+from hvdtrain.report.charts import Chart
+from hvdtrain.report.page import Page, page
+from hvdtrain.text import finite
 
 _DOCUMENT = """<!DOCTYPE html>
 <html lang="en">
@@ -52,13 +53,18 @@ LIVE = """<!DOCTYPE html>
 """
 
 
-def document(page: Page) -> str:
+def document(content: Page) -> str:
     """Return the HTML file of a page. It contains its script, and loads nothing."""
     # A script element ends at the first </script, also inside a string.
-    content = dumps(page).replace("<", "\\u003c")
-    title = html.escape(page["title"]).encode("ascii", "xmlcharrefreplace").decode()
+    text = dumps(content).replace("<", "\\u003c")
+    title = html.escape(content["title"]).encode("ascii", "xmlcharrefreplace").decode()
     parts = {"policy": policy(), "title": title, "style": style(), "script": script()}
-    return _DOCUMENT.format(page=content, **parts)
+    return _DOCUMENT.format(page=text, **parts)
+
+
+def of_chart(title: str, chart: Chart) -> str:
+    """Return the HTML file of one chart."""
+    return document(page(title, charts=[chart]))
 
 
 def dumps(content: Any) -> str:

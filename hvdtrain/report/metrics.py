@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -73,7 +74,8 @@ def _progress(run: RecordedRun) -> Metrics:
     total = last.start.total_steps if last else _train_steps(run)
     remaining = None
     if code is None and alive(run.path / ".owner"):
-        remaining = remaining_seconds(step, run.steps["time"], total)
+        lines = [*zip(step[-RECENT:].tolist(), run.steps["time"][-RECENT:].tolist(), strict=True)]
+        remaining = remaining_seconds(lines, total)
     return {
         "state": ended if last else None,
         "exit_code": code,
@@ -91,19 +93,17 @@ def _progress(run: RecordedRun) -> Metrics:
     }
 
 
-def remaining_seconds(
-    step: Sequence[float] | Column, time: Sequence[float] | Column, total: int | None
-) -> float | None:
-    """Seconds until the last step at the rate of the last steps; None if it is unknown.
+def remaining_seconds(lines: Sequence[tuple[float, float]], total: int | None) -> float | None:
+    """Seconds until the last step at the rate of the given lines; None if it is unknown.
 
     Args:
-        step, time: logged steps and their Unix times, in order (N).
+        lines: step and Unix time of the last RECENT lines, in order.
     """
-    begin = max(0, len(step) - RECENT)
-    if total is None or len(step) - begin < 2 or not step[-1] > step[begin]:
+    if total is None or len(lines) < 2 or not lines[-1][0] > lines[0][0]:
         return None
-    each = (time[-1] - time[begin]) / (step[-1] - step[begin])
-    return max(0.0, float(each * (total - step[-1]))) if np.isfinite(each) else None
+    (first, begin), (last, now) = lines[0], lines[-1]
+    left = (now - begin) / (last - first) * (total - last)
+    return max(0.0, left) if math.isfinite(left) else None
 
 
 def _train_steps(run: RecordedRun) -> int | None:

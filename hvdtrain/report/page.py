@@ -45,9 +45,9 @@ def two(a: RecordedRun, b: RecordedRun, metrics: tuple[Metrics, Metrics]) -> Pag
         clocks=[run_charts.clock(run) for run in (a, b)],
         charts=charts.of_runs({letter: run_charts.points(run) for letter, run, _ in sides}),
         first=[
-            tables.both(*metrics),
-            texts.differences({letter: texts.configuration(run.path) for letter, run, _ in sides}),
+            texts.differences({letter: texts.configuration(run.path) for letter, run, _ in sides})
         ],
+        last=[tables.both(*metrics)],
     )
 
 
@@ -55,12 +55,13 @@ def page(title: str, **parts: Any) -> Page:
     """Make a page; all text in it is plain text.
 
     Args:
-        parts: headline: lines. state: "good", "bad" or "". links: (text, address). tiles, notes.
-            clocks: per run the seconds since its start at some steps. marks: restarts. charts.
-            first, last: tables above and below the charts. texts: below them, folded.
+        parts: headline: lines. state: of a live run, and mood: "good", "bad" or "". links: (text,
+            address). tiles, notes. clocks: per run the seconds since its start at some steps.
+            marks: restarts. charts. first, last: tables above and below the charts. texts: below
+            them, folded.
     """
     parts |= {name: [vars(table) for table in parts.get(name, [])] for name in ("first", "last")}
-    empty: dict[str, Any] = {"headline": "", "state": "", "texts": []}
+    empty: dict[str, Any] = {"headline": "", "state": "", "mood": "", "texts": []}
     empty |= {name: [] for name in ("links", "tiles", "notes", "clocks", "marks", "charts")}
     return {"title": title, **empty, **parts}
 

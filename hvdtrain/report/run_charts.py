@@ -108,7 +108,7 @@ def _results(run: RecordedRun, metrics: Metrics) -> dict[str, str]:
 def _describe_step_time(chart: Chart, run: RecordedRun) -> None:
     seconds = run.steps["step_seconds"]
     known = seconds[np.isfinite(seconds)]
-    typical, tail, worst = np.median(known), np.percentile(known, 99), known.max()
+    typical, tail, worst = (float(np.percentile(known, share)) for share in (50, 99, 100))
     chart["note"] = (
         f"Median {units.seconds(typical)}, 99th percentile {units.seconds(tail)}, "
         f"maximum {units.seconds(worst)}"

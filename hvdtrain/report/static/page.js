@@ -19,7 +19,7 @@ function el(tag, attributes = {}, ...children) {
 function number(value, digits = 4) {
   if (!known(value)) return "–";
   const size = Math.abs(value);
-  if (size >= 1e9 || (size && size < 1e-3)) return String(Number(value.toPrecision(3)).toExponential());
+  if (size >= 1e9 || (size && size < 1e-4)) return String(Number(value.toPrecision(3)).toExponential());
   return (size >= 1e4 ? Math.round(value) : Number(value.toPrecision(digits))).toLocaleString("en", { maximumFractionDigits: 10 });
 }
 
@@ -137,6 +137,10 @@ function makePlot(shared, small) {
         bands.push({ series: [series.length - 2, series.length - 1], fill: `${stroke}33` });
       }
       tables.push([line.x.map((x) => toX(line.run, x)), ...columns]);
+    }
+    if (spec.span) {
+      tables.push([spec.span.map((x) => toX(0, x)), [null, null]]);
+      series.push({ label: "", class: "helper", points: { show: false } });
     }
     return { data: uPlot.join(tables), series, bands };
   }
@@ -330,8 +334,9 @@ function makePage() {
   const shared = { key: uPlot.sync("steps").key, time: false, smooth: 0, clocks: [], marks: [] };
   const charts = new Map(), texts = new Map();
   const links = part("nav", {}, (found) => found.map(([text, href]) => el("a", { href }, text)));
-  const head = part("header", {}, ({ title, headline, state }) => [el("h1", {}, title),
-    ...headline.split("\n").filter(Boolean).map((line, at) => el("p", { class: at ? "headline" : `headline ${state}` }, line))]);
+  const head = part("header", {}, ({ title, headline, state, mood }) => [el("h1", {}, title),
+    ...(state ? [el("p", { class: "headline" }, el("strong", { class: mood }, state), headline && ` · ${headline}`)]
+      : headline.split("\n").filter(Boolean).map((line) => el("p", { class: "headline" }, line)))]);
   const tiles = part("div", { class: "tiles" }, (found) => found.map(({ label, value, note }) => el("div", { class: "tile" },
     el("div", { class: "label" }, label), el("div", { class: "value" }, value), el("div", { class: "note" }, note))));
   const notes = part("ul", { class: "notes" }, (found) => found.map(({ text, warning }) => el("li", warning ? { class: "warning" } : {}, text)));
@@ -363,7 +368,7 @@ function makePage() {
     document.title = `${page.title} – hvdtrain`;
     Object.assign(shared, { clocks: page.clocks, marks: page.marks });
     links.update(page.links);
-    head.update({ title: page.title, headline: page.headline, state: page.state });
+    head.update({ title: page.title, headline: page.headline, state: page.state, mood: page.mood });
     tiles.update(page.tiles);
     notes.update(page.notes);
     first.update(page.first);

@@ -110,12 +110,8 @@ class LiveRun:
         self._add_metrics(metrics)
         self._add_ranks(ranks)
         row, clock = self._overview.row(), self._clock.points()
-        running = row["state"] == "running" and self._recent
-        left = (
-            remaining_seconds(*zip(*self._recent, strict=True), row["total_steps"])
-            if running
-            else None
-        )
+        running = row["state"] == "running"
+        left = remaining_seconds([*self._recent], row["total_steps"]) if running else None
         return {
             **row,
             "remaining_seconds": left,
@@ -168,9 +164,10 @@ class LiveRun:
             if step is None or not phases:
                 continue
             total = sum(map(sum, phases.values()))
-            if total > 0:
+            several = len(next(iter(phases.values()))) > 1
+            if several and total > 0:
                 self._exposed.add(step, sum(phases.get("comm_exposed", [])) / total)
-            if score:
+            if several and score:
                 self._score.add(step, min(score))
             self._window = {
                 "step": step,

@@ -58,8 +58,9 @@ def _one(path: Path, run: dict[str, Any]) -> Page:
     found = [*charts.of_run(run["series"]).values(), *_phases(run["window"])]
     shown = page(
         title=run["name"],
+        state=run["state"],
+        mood=_mood(run["state"]),
         headline=_headline(run),
-        state=_mood(run["state"]),
         links=[_ALL, ["full report", report]],
         tiles=_tiles(run),
         notes=_notes(run),
@@ -80,8 +81,7 @@ def _several(found: Mapping[Path, dict[str, Any]]) -> Page:
         links=links,
         clocks=[run["clock"] for run in found.values()],
         charts=charts.of_runs({path.name: run["series"] for path, run in found.items()}),
-        first=[_summary([*found.values()])],
-        last=[texts.differences(configurations)],
+        first=[_summary([*found.values()]), texts.differences(configurations)],
     )
     return {**shown, "unread_bytes": max(run["unread_bytes"] for run in found.values())}
 
@@ -93,8 +93,8 @@ def _mood(state: str) -> str:
 
 
 def _headline(run: dict[str, Any]) -> str:
-    gone = ", or its host is gone" if run["state"] == "killed" else ""
-    return f"{run['state']}{gone}" + (f", {run['task']}" if run["task"] else "")
+    gone = "or its host is gone" if run["state"] == "killed" else ""
+    return " · ".join(filter(None, [gone, run["task"]]))
 
 
 def _steps(run: dict[str, Any]) -> str:

@@ -101,7 +101,7 @@ def remaining_seconds(lines: Sequence[tuple[float, float]], total: int | None) -
     """
     if total is None or len(lines) < 2 or not lines[-1][0] > lines[0][0]:
         return None
-    (first, begin), (last, now) = lines[0], lines[-1]
+    first, begin, last, now = map(float, (*lines[0], *lines[-1]))
     left = (now - begin) / (last - first) * (total - last)
     return max(0.0, left) if math.isfinite(left) else None
 

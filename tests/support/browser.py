@@ -6,6 +6,7 @@ import base64
 import fcntl
 import json
 import os
+import re
 import select
 import shlex
 import shutil
@@ -43,6 +44,11 @@ class Shown:
         wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)])
         return int((np.abs(self.pixels - wanted).max(axis=2) <= near).sum())
 
+    @property
+    def text(self) -> str:
+        """The visible words of the document, one element's text per line."""
+        return re.sub(r"<[^>]*>", "\n", re.sub(r"(?s)<(script|style).*?</\1>", "", self.dom))
+
     def blank_stretches(self, height: int = 300) -> list[int]:
         """Return the tops of stretches with almost no colors, above the page's last ink."""
         background = self.pixels[0, 0]
@@ -72,6 +78,13 @@ def show(page: Path, directory: Path, height: int, dark: bool = False) -> Shown:
     ]
     complaints = [line for done in ran for line in done.stderr.splitlines() if "CONSOLE" in line]
     return Shown(ran[0].stdout, complaints, _pixels(picture))
+
+
+def content(page: str) -> dict[str, Any]:
+    """Return what the HTML file of a report shows: see hvdtrain/report/page.py."""
+    found = re.search(r'<script type="application/json" id="page">(.*?)</script>', page)
+    assert found, page[:1000]
+    return dict(json.loads(found[1]))
 
 
 def _pixels(picture: Path) -> np.ndarray:

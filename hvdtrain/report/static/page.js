@@ -216,7 +216,7 @@ function makePlot(shared, small) {
 
   // A plot is made again only if its lines or axes have changed; its zoom is kept.
   function draw() {
-    if (!spec || !box.isConnected || !box.offsetParent) return;
+    if (!spec || !box.offsetParent || box.closest("details:not([open])")) return;
     const { data, series, bands, most } = kind()();
     const now = JSON.stringify([series.map(({ label, stroke, class: name }) => [label, stroke, name]), log, spec.log, spec.labels]);
     const { min, max } = plot?.scales.x ?? {}, xs = plot?.data[0] ?? [];

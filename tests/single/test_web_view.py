@@ -447,9 +447,10 @@ def test_run_list_sorts_filters_and_compares_in_a_browser(served: Served, tmp_pa
             page.value(f"document.querySelectorAll('tbody input')[{name}].click()")
         assert page.value("document.querySelector('.tools a').textContent") == "compare 2 runs"
         page.value("document.querySelector('.tools a').click()")
-        page.wait("document.querySelectorAll('canvas').length > 4", 60, "curves")
+        page.wait("document.querySelectorAll('canvas').length == 4", 60, "curves")
         legend = "document.querySelector('.u-legend').innerText"
         assert ODD.strip() in page.value(legend) and "whole" in page.value(legend)
+        assert page.value("document.querySelector('img')") is None
         assert ODD.strip() in page.value("document.querySelector('table').innerText")
         assert not page.complaints
 

@@ -228,7 +228,8 @@ class Overview:
             when, seconds = number(event.get("time")), number(event.get("seconds"))
             self.began = None if when is None else when - (seconds or 0.0)
             self._first = integer(event.get("step")) or 0
-        elif self._stepped or self._superseded.exists():
+        elif self._stepped or (event.get("cause") == "launch" and self._superseded.exists()):
+            # Steps without an event: a new launch moved their lines to another file.
             self._restarts += 1
             found = {name: event.get(name) for name in _START}
             self.restarts.append(

@@ -33,9 +33,9 @@ def make(run: RecordedRun, metrics: Metrics) -> list[Chart]:
     every = [
         loss,
         _source_losses(run, metrics),
-        _progress(run, metrics),
         *found.values(),
         _memory(run, metrics),
+        _progress(run, metrics),
         _phases(run, metrics),
         _scores(run, metrics),
     ]

@@ -191,7 +191,7 @@ def _titles(page: dict[str, Any]) -> list[str]:
 
 
 TITLES = [
-    *("Loss", "Progress", "Throughput", "Step time", "Exposed communication", "Memory per rank"),
+    *("Loss", "Throughput", "Step time", "Exposed communication", "Memory per rank", "Progress"),
     *("Time per rank and phase", "Straggler score of each rank"),
 ]
 
@@ -402,7 +402,7 @@ def _damaged(history: History) -> None:
 WITHOUT_PROGRESS = [title for title in TITLES if title != "Progress"]
 DAMAGES = {
     "no events": (_without_events, ["There is no events.jsonl"], WITHOUT_PROGRESS),
-    "no ranks": (_without_ranks, ["telemetry.exchange_every is 0"], TITLES[:4]),
+    "no ranks": (_without_ranks, ["telemetry.exchange_every is 0"], [*TITLES[:3], "Progress"]),
     "torn": (_torn, [f"skipped in {name}.jsonl" for name in ("metrics", "ranks")], TITLES),
     "no steps": (_without_steps, ["no step was logged", "ranks.jsonl has no lines"], ["Progress"]),
     "damaged": (

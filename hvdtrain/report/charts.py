@@ -32,7 +32,7 @@ Points = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
-class Curve:
+class StepMetric:
     """A metric over the steps; `factor` converts recorded values to the unit."""
 
     title: str
@@ -46,28 +46,28 @@ class Curve:
         return series(self.name, scaled(points, self.factor), self.color)
 
 
-CURVES = {
-    "loss": Curve("Loss", "", "training", BLUE, zero=False),
-    "validation_loss": Curve("Validation loss", "", "validation", ORANGE, zero=False),
-    "samples_per_second": Curve("Throughput", "samples/s", "samples/s", GREEN),
-    "step_seconds": Curve("Step time", "ms", "ms", BLUE, 1e3),
-    "grad_norm": Curve("Gradient norm", "", "norm", PURPLE),
-    "lr": Curve("Learning rate", "", "rate", ORANGE),
-    "exposed": Curve("Exposed communication", "% of the ranks' time", "share", RED, 100.0),
-    "score": Curve("Score of the slowest rank", "", "score (fastest = 1)", ORANGE),
+STEP_METRICS = {
+    "loss": StepMetric("Loss", "", "training", BLUE, zero=False),
+    "validation_loss": StepMetric("Validation loss", "", "validation", ORANGE, zero=False),
+    "samples_per_second": StepMetric("Throughput", "samples/s", "samples/s", GREEN),
+    "step_seconds": StepMetric("Step time", "ms", "ms", BLUE, 1e3),
+    "grad_norm": StepMetric("Gradient norm", "", "norm", PURPLE),
+    "lr": StepMetric("Learning rate", "", "rate", ORANGE),
+    "exposed": StepMetric("Exposed communication", "% of the ranks' time", "share", RED, 100.0),
+    "score": StepMetric("Score of the slowest rank", "", "score (fastest = 1)", ORANGE),
 }
 
 
 def of_run(metrics: Mapping[str, Points]) -> dict[str, Chart]:
     """Return the charts of a run, by metric; the chart of the loss includes the validation loss."""
     found = {}
-    for key, curve in CURVES.items():
-        drawn = [curve.series(metrics.get(key))]
+    for key, shown in STEP_METRICS.items():
+        drawn = [shown.series(metrics.get(key))]
         if key == "loss":
-            drawn.append(CURVES["validation_loss"].series(metrics.get("validation_loss")))
+            drawn.append(STEP_METRICS["validation_loss"].series(metrics.get("validation_loss")))
         elif key == "validation_loss":
             continue
-        chart = lines(curve.title, curve.unit, drawn, zero=curve.zero, wide=key == "loss")
+        chart = lines(shown.title, shown.unit, drawn, zero=shown.zero, wide=key == "loss")
         if chart["series"]:
             found[key] = chart
     return found
@@ -82,13 +82,13 @@ def of_runs(runs: Mapping[str, Mapping[str, Points]]) -> list[Chart]:
     found = []
     if len(runs) > 2:  # the bands of many runs would hide their lines
         runs = {name: _without_bands(metrics) for name, metrics in runs.items()}
-    for key, curve in CURVES.items():
+    for key, shown in STEP_METRICS.items():
         drawn = [
-            series(name, scaled(metrics.get(key), curve.factor), color, run=at, dash=at % 2 == 1)
+            series(name, scaled(metrics.get(key), shown.factor), color, run=at, dash=at % 2 == 1)
             for at, (name, metrics) in enumerate(runs.items())
             for color in (PALETTE[at % len(PALETTE)],)
         ]
-        chart = lines(curve.title, curve.unit, drawn, zero=curve.zero, wide=key == "loss")
+        chart = lines(shown.title, shown.unit, drawn, zero=shown.zero, wide=key == "loss")
         if not chart["series"]:
             continue
         first, *others = drawn
@@ -97,7 +97,7 @@ def of_runs(runs: Mapping[str, Mapping[str, Points]]) -> list[Chart]:
             for other in others
         ]
         every = [x for one in drawn for x in one["x"]]
-        chart["difference"] = lines("", curve.unit, apart, span=[min(every), max(every)])
+        chart["difference"] = lines("", shown.unit, apart, span=[min(every), max(every)])
         absent = [one["name"] for one in drawn if not one["x"]]
         chart["caption"] = f"Unknown for {', '.join(absent)}." if absent else ""
         found.append(chart)
@@ -206,7 +206,7 @@ def clock(step: Column, seconds: Column, limit: int = 2 * COLUMNS) -> dict[str, 
     Args:
         step, seconds: increasing (N).
     """
-    # The steps around the longest pauses are kept, so that a restart is a step of the curve.
+    # The steps around the longest pauses are kept, so that a restart is a step of the shown.
     pauses = np.argsort(np.diff(seconds))[-(limit // 4) :]
     even = np.linspace(0, len(step) - 1, min(len(step), limit // 2)).astype(np.int64)
     chosen = np.unique(np.concatenate([even, pauses, pauses + 1]))

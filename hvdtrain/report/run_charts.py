@@ -43,9 +43,11 @@ def make(run: RecordedRun, metrics: Metrics) -> list[Chart]:
 
 
 def points(run: RecordedRun) -> dict[str, Points]:
-    """Return the points of the metrics in `charts.CURVES`."""
+    """Return the points of the metrics in `charts.STEP_METRICS`."""
     step = run.steps["step"]
-    found = {name: to_points(step, run.steps[name]) for name in charts.CURVES if name in run.steps}
+    found = {
+        name: to_points(step, run.steps[name]) for name in charts.STEP_METRICS if name in run.steps
+    }
     ranks = run.ranks
     if ranks is not None and ranks.world_size.max() > 1:
         totals = np.where(ranks.totals > 0, ranks.totals, np.nan)

@@ -1,10 +1,11 @@
-"""Text for people: tables, counts, and what a terminal can show."""
+"""Text for people: tables, counts, what a terminal can show; and numbers for JSON."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Container, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
@@ -65,3 +66,12 @@ def encodable(text: str) -> str:
     """Replace the characters that the standard output cannot encode."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
+
+
+def finite(value: Any) -> Any:
+    """Replace non-finite values by None, because JSON has no number for them."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,12 @@ from hvdtrain.audit.lineage import redone_steps
 from hvdtrain.data.order import MixedOrder
 from hvdtrain.engine.config import steps_of
 from hvdtrain.report.run import Column, RankSeries, RecordedRun, sources_of
+from hvdtrain.run_files.listing import alive
 from hvdtrain.runtime.mesh import WAITED
 
 Metrics = dict[str, Any]
 
+RECENT = 50  # logged steps that predict the remaining time
 STATES = {0: "finished", 75: "preempted"}
 COMPARED = (
     "steps",
@@ -68,11 +72,17 @@ def _progress(run: RecordedRun) -> Metrics:
     early = any(g.early_stop for g in run.ledger.generations) if run.ledger else False
     if last and code == 0 and early and last.reached < last.start.total_steps:
         ended = "stopped early"
+    total = last.start.total_steps if last else _train_steps(run)
+    remaining = None
+    if code is None and alive(run.path / ".owner"):
+        lines = [*zip(step[-RECENT:].tolist(), run.steps["time"][-RECENT:].tolist(), strict=True)]
+        remaining = remaining_seconds(lines, total)
     return {
         "state": ended if last else None,
         "exit_code": code,
         "steps": int(step[-1]) if len(step) else 0,
-        "total_steps": last.start.total_steps if last else _train_steps(run),
+        "total_steps": total,
+        "remaining_seconds": remaining,
         "epochs": _epochs(last) if last else None,
         "ranks": last.start.world_size if last else run.manifest.get("world_size"),
         "hosts": last.start.hosts if last else run.manifest.get("hosts", {}),
@@ -82,6 +92,19 @@ def _progress(run: RecordedRun) -> Metrics:
         "final_validation": run.validation,
         "steps_without_finite_loss": int((~np.isfinite(loss)).sum()),
     }
+
+
+def remaining_seconds(lines: Sequence[tuple[float, float]], total: int | None) -> float | None:
+    """Seconds until the last step at the rate of the given lines; None if it is unknown.
+
+    Args:
+        lines: step and Unix time of the last RECENT lines, in order.
+    """
+    if total is None or len(lines) < 2 or not lines[-1][0] > lines[0][0]:
+        return None
+    first, begin, last, now = map(float, (*lines[0], *lines[-1]))
+    left = (now - begin) / (last - first) * (total - last)
+    return max(0.0, left) if math.isfinite(left) else None
 
 
 def _train_steps(run: RecordedRun) -> int | None:
@@ -268,14 +291,20 @@ def _goodput(run: RecordedRun) -> Metrics:
 
 
 def restarts(run: RecordedRun) -> list[Metrics] | None:
-    """Each start after the first, with its cost."""
+    """Each start after the first step, with its cost; earlier starts belong to the start-up."""
     if run.ledger is None:
         return None
     generations = run.ledger.generations
+    reached = accumulate((generation.reached for generation in generations), max)
+    first = generations[0].start.step
+    later = [
+        pair for pair, most in zip(pairwise(generations), reached, strict=False) if most > first
+    ]
     return [
         {
             "number": number,
             "cause": now.start.cause,
+            "at_seconds": now.start.time - run.ledger.began,
             "source": now.start.source,
             "step": now.start.step,
             "ranks_before": before.start.world_size,
@@ -286,7 +315,7 @@ def restarts(run: RecordedRun) -> list[Metrics] | None:
             "redone_steps": redone_steps(before, now.start).least,
             "redone_steps_at_most": redone_steps(before, now.start).most,
         }
-        for number, (before, now) in enumerate(pairwise(generations), start=1)
+        for number, (before, now) in enumerate(later, start=1)
     ]
 
 

@@ -28,6 +28,8 @@ _STEP_METRICS = (
     "validation_loss",
     "samples_per_second",
     "step_seconds",
+    "lr",
+    "grad_norm",
     "mfu",
     "padding",
     "world_size",

@@ -110,7 +110,7 @@ def test_report_shows_layout(
         assert rank["parameter_bytes"] and rank["peak_host_memory_bytes"]
     assert cli.main(["report", str(directory)]) == 0
     page = (directory / "report.html").read_text()
-    for part in ("data 2 x pipeline 2", "Pipeline bubble", "replica 1 on ", "Shards of the model"):
+    for part in ("data 2 x pipeline 2", "pipeline bubble", "replica 1 on ", "Shards of the model"):
         assert part in page, part
 
 

@@ -26,6 +26,7 @@ from hvdtrain.plan.measure import costs_from, job_from, mean_of
 from hvdtrain.plan.predict import BucketTransfer, overlap, predict, sent
 from hvdtrain.plan.result import FailureModel, daly, goodput, young
 from tests.soak.published import row, systems
+from tests.support.browser import content
 from tests.support.runs import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -397,7 +398,7 @@ def test_plan_names_cheapest_layout_if_memory_and_price_are_known(
 def test_plan_lists_unknown_inputs(
     files: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    plot = tmp_path / "plan.svg"
+    plot = tmp_path / "plan.html"
     code, out, _ = _plan(
         capsys, "--from", files["job"], "--hosts", "4", "--bandwidth", "1gbit", "--plot", str(plot)
     )
@@ -406,7 +407,11 @@ def test_plan_lists_unknown_inputs(
     assert "python -m hvdtrain.train --exchange.wire" in out
     for word in ("--memory", "--mtbf", "--price", "slow ranks"):
         assert word in out[out.index("Unknown:") :]
-    assert "efficiency" in plot.read_text()
+    (chart,) = content(plot.read_text())["charts"]
+    assert chart["title"] == "Efficiency" and {line["name"] for line in chart["series"]} >= {
+        "dense"
+    }
+    assert chart["series"][0]["x"][-1] == 4
 
 
 def test_tune_chooses_fastest_measured_settings(
@@ -478,7 +483,7 @@ def test_plan_uses_measured_exchanges(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--from", "{job}", "--latency", "20"], "not a time"),
         (["--from", "{job}", "--strategies", "magic"], "magic is not one of"),
         (["--from", "{job}", "--measure"], "give one job"),
-        (["--from", "{job}", "--plot", "plan.png"], "must end in .svg"),
+        (["--from", "{job}", "--plot", "plan.png"], "must end in .html"),
         (["--tune", "--from", "{job}"], "--tune needs"),
         (["--from", "{job}", "--", "--model.layers=2"], "require --measure or --gpu"),
         (["--gpu", "Voodoo2"], "its peak is unknown"),

@@ -1,7 +1,7 @@
 """Draws docs/images/recovery.png: an elastic run with a killed rank, and the same run undisturbed.
 
     flags="--model.layers 2 --model.heads 2 --model.width 64 --model.context 64
-        --data.train text.txt --batch.global_size 24 --batch.micro_size 2 --train.steps 240
+        --data.train text.txt --batch.global_size 24 --batch.micro_size 2 --train.duration 240
         --eval.every 0 --checkpoint.every 1000 --optim.lr 2e-3 --schedule.warmup_steps 10"
     horovodrun --gloo -np 3 python -m hvdtrain.train $flags --run.id calm
     horovodrun --gloo -np 3 --min-np 1 --max-np 3 --host-discovery-script 'echo localhost:3' \

@@ -33,9 +33,9 @@ def copies(flags: Sequence[str], rounds: int) -> Report:
     with PinnedHosts() as hosts:
         root = hosts.shared / "runs"
         train = [
-            *(sys.executable, "-m", "hvdtrain.train", *flags, "--parallel.shard=4"),
+            *(sys.executable, "-m", "hvdtrain.train", *flags, "--parallel.shard.degree=4"),
             *(f"--checkpoint.memory.every={EVERY}", "--checkpoint.every=0", "--eval.every=0"),
-            *("--runtime.threads=1", "--telemetry.port=0", f"--train.steps={steps}"),
+            *("--runtime.threads=1", "--telemetry.port=0", f"--train.duration={steps}"),
             *(f"--run.root={root}", "--run.id=copies"),
         ]
         discovery = ["echo", "node1:2\nnode2:2"]

@@ -133,7 +133,7 @@ def test_checkpoint_interval_uses_stall_time_of_saves(tmp_path: Path, plan: Plan
 
 
 def test_memory_includes_unsharded_parameters() -> None:
-    """As in docs/choosing-parallel.md: parameters in no block, with gradient; two blocks and a gradient."""
+    """docs/choosing-parallel.md: parameters in no block, with gradient; 2 blocks, 1 gradient."""
     p = float(JOB.parameter_bytes)
     given = replace(JOB, activation_bytes=None, optimizer_bytes=0.0, blocks=10)
     assert memory(given, ModelLayout(shard=4), 8) == pytest.approx(2 * p / 4 + 3 * p / 10)

@@ -1,7 +1,7 @@
 """`python -m tests.soak.published`: predictions of `hvdtrain plan` for published systems.
 
-Prints the rows of docs/benchmarks.md. The inputs are published, or assumed as this file states. Nothing
-is fitted.
+Prints the rows of docs/benchmarks.md. The inputs are published, or assumed as this file states.
+Nothing is fitted.
 """
 
 from __future__ import annotations

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.bench.processes import launch, measure
 from hvdtrain.cli import main
 from hvdtrain.plan.cluster import parse_bandwidth
 from hvdtrain.plan.described import forward
 from hvdtrain.plan.job import JobProfile, StrategyCost, even_buckets
 from hvdtrain.plan.layouts import ModelLayout, memory
+from hvdtrain.plan.measure import COLLECTIVES
 from hvdtrain.plan.result import RESTART_SECONDS, FailureModel, daly
 from tests.support.runs import train
 
@@ -210,3 +212,9 @@ def test_plan_rejects_micro_batches_of_variable_size(
 ) -> None:
     assert main(["plan", "--gpu", "H100", "--", *TINY, *keys]) == 2
     assert "not batch.max_tokens or batch.per_rank_size" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_that_compute_during_collectives_exit_without_an_abort() -> None:
+    _, computing = COLLECTIVES
+    assert measure(launch("gloo", 2, computing))["seconds"]["1024"] > 0

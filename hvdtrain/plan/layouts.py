@@ -1,7 +1,7 @@
 """Memory and step time of a job on each layout, and the cheapest one that fits.
 
-Memory is computed as in docs/parallel.md (Rajbhandari et al., "ZeRO", arXiv:1910.02054), the
-bubble of a pipeline as in Huang et al., "GPipe", arXiv:1811.06965.
+Memory is computed as in docs/choosing-parallel.md (Rajbhandari et al., "ZeRO", arXiv:1910.02054),
+the bubble of a pipeline as in Huang et al., "GPipe", arXiv:1811.06965.
 """
 
 from __future__ import annotations

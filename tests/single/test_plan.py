@@ -260,7 +260,7 @@ def test_elastic_run_has_higher_goodput_than_restarted_run() -> None:
 
 
 def test_memory_matches_documentation() -> None:
-    """As in docs/parallel.md, with AdamW's state of 2 P for parameters P."""
+    """As in docs/choosing-parallel.md, with AdamW's state of 2 P for parameters P."""
     p = float(A_JOB.parameter_bytes)
     assert memory(A_JOB, ModelLayout(), 8) == 4 * p
     assert memory(A_JOB, ModelLayout(zero_copies=2), 8) == 2 * p + 2 * p * 2 / 8
@@ -303,9 +303,9 @@ def test_layout_flags_are_valid_configuration_keys() -> None:
 
 
 def test_documented_table_of_published_systems_is_current() -> None:
-    text = (ROOT / "docs" / "plan.md").read_text()
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
     for one in systems():
-        assert row(one) in text, f"docs/plan.md lacks\n{row(one)}"
+        assert row(one) in text, f"docs/benchmarks.md lacks\n{row(one)}"
 
 
 def test_job_round_trips_through_json() -> None:

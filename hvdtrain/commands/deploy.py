@@ -17,6 +17,7 @@ _TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "slurm": ("a script for sbatch, requeued until the run has ended", _BATCH),
     "pbs": ("a script for qsub, submitted again until the run has ended", _BATCH),
     "lsf": ("a script for bsub, requeued until the run has ended", _BATCH),
+    "flux": ("an elastic script for flux batch, submitted again until the run has ended", _BATCH),
     "mpirun": ("a script for hosts without a batch system", ("hosts", "module", "venv", "image")),
     "compose": (
         "training nodes in containers of one machine",

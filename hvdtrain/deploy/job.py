@@ -41,7 +41,7 @@ class Job:
         gpus: whether each rank has a GPU
         grace: seconds that the ranks have for a last checkpoint
         time: time limit of the job, [D-]HH:MM:SS
-        queue: a partition of Slurm, a queue of PBS or LSF; None: the default one
+        queue: a partition of Slurm, a queue of PBS, LSF or Flux; None: the default one
         modules: environment modules to load
         venv: the environment with hvdtrain
         image: a container image with hvdtrain
@@ -172,6 +172,7 @@ TARGETS: dict[str, Callable[[Job], Files]] = {
     "slurm": _one_file("train.sbatch", "slurm.sh"),
     "pbs": _one_file("train.pbs", "batch.sh", scheduler="pbs"),
     "lsf": _one_file("train.lsf", "batch.sh", scheduler="lsf"),
+    "flux": _one_file("train.flux", "flux.sh"),
     "mpirun": _one_file("train.sh", "batch.sh", scheduler="none"),
     "compose": _one_file("compose.yaml", "compose.yaml"),
     "kubernetes": _kubernetes,

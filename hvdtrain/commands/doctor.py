@@ -65,7 +65,9 @@ def _examine_hosts(args: argparse.Namespace) -> int:
     if args.format == "json":
         print(examination_json(found))
     else:
-        show(found.findings, list(notes(found)), Console())
+        show(
+            found.findings, list(notes(found)), Console(width=None if sys.stdout.isatty() else 120)
+        )
     return EXIT_CRASH if failed(found.findings) else 0
 
 
@@ -83,5 +85,5 @@ def _examine_run(directory: Path, form: str) -> int:
     if form == "json":
         print(as_json(findings, run=str(directory), ended=how))
     else:
-        show(findings, [how], Console())
+        show(findings, [how], Console(width=None if sys.stdout.isatty() else 120))
     return EXIT_CRASH if failed(findings) else 0

@@ -20,7 +20,9 @@ def _log(log: LogMetrics, *steps: int, loss: float = 0.0) -> None:
         record |= {"step_seconds": 0.1, "time": 2.0 * step}
         train = SimpleNamespace(log_every=1, steps=100)
         progress = SimpleNamespace(step=step)
-        loop: Any = SimpleNamespace(progress=progress, step_samples=1, ending=step == 100, train=train)
+        loop: Any = SimpleNamespace(
+            progress=progress, step_samples=1, ending=step == 100, train=train
+        )
         log.on_step(loop, record)
 
 

@@ -1,4 +1,4 @@
-"""`hvdtrain deploy kubernetes` and `trainjob`: built by kubectl, checked by schemas, and consistent."""
+"""`hvdtrain deploy kubernetes` and `trainjob`: built by kubectl, checked by schemas."""
 
 from __future__ import annotations
 

@@ -60,9 +60,9 @@ WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/p
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
-# horovodrun's MPI options are those of Open MPI.
+# With the options of the MPI that is installed.
 train: $(STAMPS)/horovod-$(GPU)
-	$(BIN)/horovodrun -np $(NP) "$$(mpirun --version | grep -q 'Open MPI' && echo '--mpi-args=--mca orte_tag_output 0' || echo --gloo)" $(BIN)/python -m hvdtrain.train $(ARGS)
+	launcher="$(call MPIRUN,$(NP))" && $$launcher $(BIN)/python -m hvdtrain.train $(ARGS)
 
 setup: $(STAMPS)/horovod-$(GPU)
 	@echo "hvdtrain: ready; now run: . $(VENV)/bin/activate"

@@ -140,7 +140,7 @@ def _verify(args: argparse.Namespace) -> None:
     for directory in _checkpoints(args.path, named):
         try:
             size = verify(directory)
-            print(f"{printable(str(directory))}: intact, {size} bytes")
+            print(f"{printable(str(directory))}: intact, {size / 2**20:.1f} MiB")
         except DamagedError as error:
             damaged.append(str(error))
             print(f"{printable(str(directory))}: DAMAGED")

@@ -12,6 +12,7 @@ from hvdtrain.exchange.base import BUCKET_BYTES
 from hvdtrain.plan.result import Placed, PlanResult
 from hvdtrain.plan.sources import MeasuredLink
 from hvdtrain.report import charts, units
+from hvdtrain.text import plural
 
 _MOST_LAYOUTS = 12
 
@@ -61,7 +62,7 @@ def _layouts(plan: PlanResult) -> Table:
     shown = plan.placed[:_MOST_LAYOUTS]
     if plan.best is not None and plan.best not in shown:
         shown = [*shown, plan.best]
-    title = f"Layouts on {plan.cluster.ranks} ranks, fastest first"
+    title = f"Layouts on {plural(plan.cluster.ranks, 'rank')}, fastest first"
     table = Table(title=title, title_justify="left")
     table.add_column("flags", overflow="fold")
     for name in ("memory per rank", "fits", "ms/step", "price per 1M samples"):

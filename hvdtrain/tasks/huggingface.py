@@ -29,7 +29,7 @@ _SHOWN = 5  # number of texts shown with their predicted labels
 
 
 class HuggingFace:
-    """A causal language model or a classifier; its methods import torch."""
+    """Models of transformers: causal language models and classifiers, with LoRA."""
 
     Config = HuggingFaceTaskConfig
     defaults: ClassVar[dict[str, Any]] = {

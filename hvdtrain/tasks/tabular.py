@@ -19,7 +19,7 @@ _SHOWN = 10
 
 
 class Tabular:
-    """A transformer over the cells of a row; see docs/tabular.md."""
+    """Tables: classification, regression, and prediction of hidden cells."""
 
     Config = TabularTaskConfig
     units = ("rows", 1)

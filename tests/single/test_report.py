@@ -214,7 +214,8 @@ def test_page_is_complete_and_self_contained(history: History) -> None:
     ):
         assert part in text, part
     whole = (history.directory / "report.html").read_text()
-    assert not re.findall(r"<[^>]*(?:href|src)=|@import|url\(", whole)
+    assert re.findall(r"<[^>]*(?:href|src)=[^>]*>", whole) == ['<link rel="icon" href="data:,">']
+    assert "@import" not in whole and "url(" not in whole
     assert len(re.findall(r"<script", whole)) == 2  # the content, and one script
 
 
@@ -555,6 +556,14 @@ def test_clock_of_a_long_run_keeps_its_pauses() -> None:
     assert found["step"][at + 1] == 70_001
     assert found["seconds"][at : at + 2] == [70_000, 75_001]
     assert clock(seconds[:0], seconds[:0]) == {"step": [], "seconds": []}
+
+
+def test_difference_of_long_runs_has_points_of_equal_number() -> None:
+    steps = np.arange(5000.0)
+    loss = to_points(steps, 1 / (1 + steps))
+    (chart,) = of_runs({"A": {"loss": loss}, "B": {"loss": loss | {"y": [None, *loss["y"][1:]]}}})
+    (apart,) = chart["difference"]["series"]
+    assert len(apart["x"]) == len(apart["y"]) == COLUMNS - 1 and "low" not in apart
 
 
 def test_difference_of_runs_is_interpolated_at_equal_steps() -> None:

@@ -191,7 +191,7 @@ def _titles(page: dict[str, Any]) -> list[str]:
 
 
 TITLES = [
-    *("Loss", "Throughput", "Step time", "Exposed communication", "Memory per rank", "Progress"),
+    *("Loss", "Throughput", "Step time", "Exposed communication", "Memory per rank"),
     *("Time per rank and phase", "Straggler score of each rank"),
 ]
 
@@ -248,7 +248,7 @@ def test_page_renders_in_a_browser_without_complaints(history: History, tmp_path
     assert not shown.complaints
     assert not shown.blank_stretches()
     # The throughput and the step time are constant, so their charts are folded.
-    assert shown.dom.count("<canvas") == 6 and "constant: 10" in shown.text
+    assert shown.dom.count("<canvas") == 5 and "constant: 10" in shown.text
     assert shown.count(BLUE) > 1000  # lines and bars
     assert shown.count(PURPLE) > 300  # the restarts
     assert shown.count("#1b1f24") > 1000 and shown.count("#ffffff") > 10**6
@@ -259,7 +259,7 @@ def test_zoom_axes_and_smoothing_apply_to_all_charts(history: History, tmp_path:
     _page(history.directory)
     with tab(tmp_path, 1600) as page:
         page.open((history.directory / "report.html").as_uri())
-        page.wait("document.querySelectorAll('canvas').length == 6", 60, "charts")
+        page.wait("document.querySelectorAll('canvas').length == 5", 60, "charts")
         page.value("window.over = (at) => document.querySelectorAll('.u-over')[at]")
         page.value("window.legend = (at) => document.querySelectorAll('.u-legend')[at].innerText")
         loss = page.value("(({x, y, width}) => [x, y, width])(over(0).getBoundingClientRect())")
@@ -302,7 +302,7 @@ def test_pages_fit_a_narrow_screen(history: History, tmp_path: Path) -> None:
     with tab(tmp_path, 900) as page:
         page.resize(390, 900)
         page.open((history.directory / "report.html").as_uri())
-        page.wait("document.querySelectorAll('canvas').length == 6", 60, "charts")
+        page.wait("document.querySelectorAll('canvas').length == 5", 60, "charts")
         assert page.value("document.documentElement.scrollWidth") == 390
         assert page.value("document.querySelector('canvas').getBoundingClientRect().width") > 340
 
@@ -400,16 +400,15 @@ def _damaged(history: History) -> None:
     (history.directory / "config.yaml").write_text("a: [")
 
 
-WITHOUT_PROGRESS = [title for title in TITLES if title != "Progress"]
 DAMAGES = {
-    "no events": (_without_events, ["There is no events.jsonl"], WITHOUT_PROGRESS),
-    "no ranks": (_without_ranks, ["telemetry.exchange_every is 0"], [*TITLES[:3], "Progress"]),
+    "no events": (_without_events, ["There is no events.jsonl"], TITLES),
+    "no ranks": (_without_ranks, ["telemetry.exchange_every is 0"], TITLES[:3]),
     "torn": (_torn, [f"skipped in {name}.jsonl" for name in ("metrics", "ranks")], TITLES),
-    "no steps": (_without_steps, ["no step was logged", "ranks.jsonl has no lines"], ["Progress"]),
+    "no steps": (_without_steps, ["no step was logged", "ranks.jsonl has no lines"], []),
     "damaged": (
         _damaged,
         ["config.yaml is missing", "manifest.json is damaged"],
-        WITHOUT_PROGRESS,
+        TITLES,
     ),
 }
 

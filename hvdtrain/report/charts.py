@@ -93,8 +93,10 @@ def of_runs(runs: Mapping[str, Mapping[str, Points]]) -> list[Chart]:
             continue
         first, *others = drawn
         apart = [
-            {**other, "name": f"{other['name']} − {first['name']}", **_difference(first, other)}
-            for other in others
+            series(
+                f"{b['name']} − {first['name']}", _difference(first, b), b["color"], dash=b["dash"]
+            )
+            for b in others
         ]
         every = [x for one in drawn for x in one["x"]]
         chart["difference"] = lines("", shown.unit, apart, span=[min(every), max(every)])
@@ -112,9 +114,9 @@ def _difference(a: Chart, b: Chart) -> Points:
     """B - A at the points of A that B's steps include; B is interpolated linearly."""
     if not a["x"] or not b["x"]:
         return {"x": [], "y": []}
-    x, y = np.array(a["x"]), np.array(a["y"])
-    inside = (x >= b["x"][0]) & (x <= b["x"][-1])
-    return to_points(x[inside], np.interp(x[inside], b["x"], b["y"]) - y[inside])
+    (x, y), (x_of_b, y_of_b) = (np.array([one["x"], one["y"]], dtype=np.float64) for one in (a, b))
+    inside = (x >= x_of_b[0]) & (x <= x_of_b[-1])
+    return to_points(x[inside], np.interp(x[inside], x_of_b, y_of_b) - y[inside], 2 * COLUMNS)
 
 
 def series(

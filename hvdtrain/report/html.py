@@ -22,6 +22,7 @@ _DOCUMENT = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{title} – hvdtrain</title>
+<link rel="icon" href="data:,">
 <style>{style}</style>
 </head>
 <body>
@@ -33,33 +34,24 @@ _DOCUMENT = """<!DOCTYPE html>
 </html>
 """
 
-LIVE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>hvdtrain</title>
-<link rel="icon" href="data:,">
-<link rel="stylesheet" href="page.css">
-<script src="page.js" defer></script>
-</head>
-<body>
-<p id="problem" role="alert" hidden></p>
-<main id="view"></main>
-<noscript><p>This page requires JavaScript.</p></noscript>
-</body>
-</html>
-"""
-
 
 def document(content: Page) -> str:
     """Return the HTML file of a page. It contains its script, and loads nothing."""
     # A script element ends at the first </script, also inside a string.
     text = dumps(content).replace("<", "\\u003c")
-    title = html.escape(content["title"]).encode("ascii", "xmlcharrefreplace").decode()
-    parts = {"policy": policy(), "title": title, "style": style(), "script": script()}
-    return _DOCUMENT.format(page=text, **parts)
+    return _document(content["title"], text, live=False)
+
+
+@cache
+def live_document() -> str:
+    """Return the HTML of all pages of the web view, whose script requests their content."""
+    return _document("Runs", "null", live=True)
+
+
+def _document(title: str, page: str, live: bool) -> str:
+    escaped = html.escape(title).encode("ascii", "xmlcharrefreplace").decode()
+    parts = {"policy": policy(live), "style": style(), "script": script(live)}
+    return _DOCUMENT.format(title=escaped, page=page, **parts)
 
 
 def of_chart(title: str, chart: Chart) -> str:
@@ -72,13 +64,15 @@ def dumps(content: Any) -> str:
     return json.dumps(finite(content), allow_nan=False, separators=(",", ":"))
 
 
-def policy() -> str:
-    """Content-Security-Policy that allows the style and the script of `document`, nothing else."""
-    return f"default-src 'none'; script-src {_hash(script())}; style-src {_hash(style())}"
+@cache
+def policy(live: bool = False) -> str:
+    """Content-Security-Policy for the style and the script of a page; `live`: and its server."""
+    sources = f"script-src {_hash(script(live))}; style-src {_hash(style())}; img-src data:"
+    return f"default-src 'none'; {sources}" + ("; connect-src 'self'" if live else "")
 
 
 @cache
-def script(live: bool = False) -> str:
+def script(live: bool) -> str:
     """uPlot and the script of the pages; `live`: with the script of the web view."""
     names = ["static/page.js", *(["static/live.js"] if live else [])]
     return "\n".join(map(_read, ["uplot/uPlot.iife.min.js", *names]))

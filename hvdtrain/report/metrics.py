@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -14,6 +14,7 @@ from hvdtrain.audit.ledger import GenerationRecord
 from hvdtrain.audit.lineage import redone_steps
 from hvdtrain.data.order import MixedOrder
 from hvdtrain.engine.config import steps_of
+from hvdtrain.report import units
 from hvdtrain.report.run import Column, RankSeries, RecordedRun, sources_of
 from hvdtrain.run_files.listing import alive
 from hvdtrain.runtime.mesh import WAITED
@@ -22,24 +23,25 @@ Metrics = dict[str, Any]
 
 RECENT = 50  # logged steps that predict the remaining time
 STATES = {0: "finished", 75: "preempted"}
-COMPARED = (
-    "steps",
-    "ranks",
-    "final_loss",
-    "final_validation_loss",
-    "lowest_validation_loss",
-    "median_samples_per_second",
-    "median_step_seconds",
-    "exposed_share",
-    "overlap",
-    "bus_bandwidth_bytes_per_second",
-    "slowest_rank_median_score",
-    "goodput_share",
-    "wall_seconds",
-    "median_checkpoint_seconds",
-    "peak_host_memory_bytes",
-    "peak_device_memory_bytes",
-)
+# Metrics that every run has: label and format.
+COMPARED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "steps": ("steps", units.number),
+    "ranks": ("ranks", units.number),
+    "final_loss": ("final loss", units.number),
+    "final_validation_loss": ("final validation loss", units.number),
+    "lowest_validation_loss": ("lowest validation loss", units.number),
+    "median_samples_per_second": ("samples per second, median", units.number),
+    "median_step_seconds": ("step time, median", units.seconds),
+    "exposed_share": ("exposed communication, share of the ranks' time", units.percent),
+    "overlap": ("communication hidden behind compute", units.percent),
+    "bus_bandwidth_bytes_per_second": ("bus bandwidth, at least", units.bandwidth),
+    "slowest_rank_median_score": ("lowest median straggler score", units.number),
+    "goodput_share": ("goodput", units.percent),
+    "wall_seconds": ("wall time", units.seconds),
+    "median_checkpoint_seconds": ("time to write a checkpoint, median", units.seconds),
+    "peak_host_memory_bytes": ("peak host memory per rank", units.size),
+    "peak_device_memory_bytes": ("peak device memory per rank", units.size),
+}
 
 
 def run_metrics(run: RecordedRun) -> Metrics:

@@ -35,7 +35,6 @@ def make(run: RecordedRun, metrics: Metrics) -> list[Chart]:
         _source_losses(run, metrics),
         *found.values(),
         _memory(run, metrics),
-        _progress(run, metrics),
         _phases(run, metrics),
         _scores(run, metrics),
     ]
@@ -130,30 +129,6 @@ def _source_losses(run: RecordedRun, metrics: Metrics) -> Chart | None:
     last = ", ".join(f"{s['name']} {units.number(s['final_loss'])}" for s in sources)
     note = f"The last losses of the sources are {last}"
     return charts.lines("Loss of each source of the mixture", "", drawn, note=note, wide=True)
-
-
-def _progress(run: RecordedRun, metrics: Metrics) -> Chart | None:
-    """Steps over the wall time: the line is flat while no step runs."""
-    if run.ledger is None or not metrics["restarts"]:
-        return None
-    began = run.ledger.began
-    every = [line for generation in run.ledger.generations for line in generation.lines]
-    drawn = []
-    for kept, color, name in (
-        (True, charts.BLUE, "steps that count"),
-        (False, charts.RED, "rolled back"),
-    ):
-        own = [(line.time - began, line.step) for line in every if line.kept == kept]
-        seconds, step = np.array(own, dtype=np.float64).reshape(-1, 2).T
-        thinned = charts.clock(step, seconds)
-        found = {"x": thinned["seconds"], "y": thinned["step"]}
-        drawn.append(charts.series(name, found, color) | {"dots": not kept})
-    chart = charts.lines("Progress", "steps", drawn, x="seconds", zero=True, wide=True)
-    cost = sum(restart["seconds_without_steps"] for restart in metrics["restarts"])
-    chart["note"] = (
-        f"{plural(len(metrics['restarts']), 'restart')}, {units.seconds(cost)} without steps"
-    )
-    return chart if chart["series"] else None
 
 
 def _phases(run: RecordedRun, metrics: Metrics) -> Chart | None:

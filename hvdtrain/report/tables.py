@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from hvdtrain.audit.goodput import PARTS
 from hvdtrain.audit.lineage import Redone
 from hvdtrain.report import units
-from hvdtrain.report.metrics import Metrics, per_step, phases, ratios, who
+from hvdtrain.report.metrics import COMPARED, Metrics, per_step, phases, ratios, who
 from hvdtrain.report.run import RecordedRun
 
-# Label and format of each metric of `COMPARED`.
-_FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "steps": ("steps", units.number),
-    "ranks": ("ranks", units.number),
-    "final_loss": ("final loss", units.number),
-    "final_validation_loss": ("final validation loss", units.number),
-    "lowest_validation_loss": ("lowest validation loss", units.number),
-    "median_samples_per_second": ("samples per second, median", units.number),
-    "median_step_seconds": ("step time, median", units.seconds),
-    "exposed_share": ("exposed communication, share of the ranks' time", units.percent),
-    "overlap": ("communication hidden behind compute", units.percent),
-    "bus_bandwidth_bytes_per_second": ("bus bandwidth, at least", units.bandwidth),
-    "slowest_rank_median_score": ("lowest median straggler score", units.number),
-    "goodput_share": ("goodput", units.percent),
-    "wall_seconds": ("wall time", units.seconds),
-    "median_checkpoint_seconds": ("time to write a checkpoint, median", units.seconds),
-    "peak_host_memory_bytes": ("peak host memory per rank", units.size),
-    "peak_device_memory_bytes": ("peak device memory per rank", units.size),
-}
 _ROWS = 20
 _SHARDS = 64  # ranks of a layout
 _NAMED = 12  # ranks in a row; if there are more, only their number is shown
@@ -78,7 +57,7 @@ def both(a: Metrics, b: Metrics) -> ReportTable:
     """Table of the metrics of two runs and their ratios."""
     found = ratios(a, b)
     rows = []
-    for name, (label, text) in _FORMATS.items():
+    for name, (label, text) in COMPARED.items():
         if a[name] is not None or b[name] is not None:
             rows.append([label, text(a[name]), text(b[name]), _times(found[name])])
     for phase in phases(a, b):
@@ -98,7 +77,7 @@ def _times(ratio: float | None) -> str:
 def _all_metrics(metrics: Metrics) -> ReportTable:
     rows = [
         [label, text(metrics[name])]
-        for name, (label, text) in _FORMATS.items()
+        for name, (label, text) in COMPARED.items()
         if metrics[name] is not None
     ]
     for name, value in metrics["final_validation"].items():

@@ -191,7 +191,7 @@ def _titles(page: dict[str, Any]) -> list[str]:
 
 
 TITLES = [
-    *("Loss", "Throughput", "Step time", "Exposed communication", "Memory per rank", "Progress"),
+    *("Loss", "Throughput", "Step time", "Exposed communication", "Memory per rank"),
     *("Time per rank and phase", "Straggler score of each rank"),
 ]
 
@@ -214,7 +214,8 @@ def test_page_is_complete_and_self_contained(history: History) -> None:
     ):
         assert part in text, part
     whole = (history.directory / "report.html").read_text()
-    assert not re.findall(r"<[^>]*(?:href|src)=|@import|url\(", whole)
+    assert re.findall(r"<[^>]*(?:href|src)=[^>]*>", whole) == ['<link rel="icon" href="data:,">']
+    assert "@import" not in whole and "url(" not in whole
     assert len(re.findall(r"<script", whole)) == 2  # the content, and one script
 
 
@@ -247,7 +248,7 @@ def test_page_renders_in_a_browser_without_complaints(history: History, tmp_path
     assert not shown.complaints
     assert not shown.blank_stretches()
     # The throughput and the step time are constant, so their charts are folded.
-    assert shown.dom.count("<canvas") == 6 and "constant: 10" in shown.text
+    assert shown.dom.count("<canvas") == 5 and "constant: 10" in shown.text
     assert shown.count(BLUE) > 1000  # lines and bars
     assert shown.count(PURPLE) > 300  # the restarts
     assert shown.count("#1b1f24") > 1000 and shown.count("#ffffff") > 10**6
@@ -258,7 +259,7 @@ def test_zoom_axes_and_smoothing_apply_to_all_charts(history: History, tmp_path:
     _page(history.directory)
     with tab(tmp_path, 1600) as page:
         page.open((history.directory / "report.html").as_uri())
-        page.wait("document.querySelectorAll('canvas').length == 6", 60, "charts")
+        page.wait("document.querySelectorAll('canvas').length == 5", 60, "charts")
         page.value("window.over = (at) => document.querySelectorAll('.u-over')[at]")
         page.value("window.legend = (at) => document.querySelectorAll('.u-legend')[at].innerText")
         loss = page.value("(({x, y, width}) => [x, y, width])(over(0).getBoundingClientRect())")
@@ -301,7 +302,7 @@ def test_pages_fit_a_narrow_screen(history: History, tmp_path: Path) -> None:
     with tab(tmp_path, 900) as page:
         page.resize(390, 900)
         page.open((history.directory / "report.html").as_uri())
-        page.wait("document.querySelectorAll('canvas').length == 6", 60, "charts")
+        page.wait("document.querySelectorAll('canvas').length == 5", 60, "charts")
         assert page.value("document.documentElement.scrollWidth") == 390
         assert page.value("document.querySelector('canvas').getBoundingClientRect().width") > 340
 
@@ -399,16 +400,15 @@ def _damaged(history: History) -> None:
     (history.directory / "config.yaml").write_text("a: [")
 
 
-WITHOUT_PROGRESS = [title for title in TITLES if title != "Progress"]
 DAMAGES = {
-    "no events": (_without_events, ["There is no events.jsonl"], WITHOUT_PROGRESS),
-    "no ranks": (_without_ranks, ["telemetry.exchange_every is 0"], [*TITLES[:3], "Progress"]),
+    "no events": (_without_events, ["There is no events.jsonl"], TITLES),
+    "no ranks": (_without_ranks, ["telemetry.exchange_every is 0"], TITLES[:3]),
     "torn": (_torn, [f"skipped in {name}.jsonl" for name in ("metrics", "ranks")], TITLES),
-    "no steps": (_without_steps, ["no step was logged", "ranks.jsonl has no lines"], ["Progress"]),
+    "no steps": (_without_steps, ["no step was logged", "ranks.jsonl has no lines"], []),
     "damaged": (
         _damaged,
         ["config.yaml is missing", "manifest.json is damaged"],
-        WITHOUT_PROGRESS,
+        TITLES,
     ),
 }
 
@@ -555,6 +555,14 @@ def test_clock_of_a_long_run_keeps_its_pauses() -> None:
     assert found["step"][at + 1] == 70_001
     assert found["seconds"][at : at + 2] == [70_000, 75_001]
     assert clock(seconds[:0], seconds[:0]) == {"step": [], "seconds": []}
+
+
+def test_difference_of_long_runs_has_points_of_equal_number() -> None:
+    steps = np.arange(5000.0)
+    loss = to_points(steps, 1 / (1 + steps))
+    (chart,) = of_runs({"A": {"loss": loss}, "B": {"loss": loss | {"y": [None, *loss["y"][1:]]}}})
+    (apart,) = chart["difference"]["series"]
+    assert len(apart["x"]) == len(apart["y"]) == COLUMNS - 1 and "low" not in apart
 
 
 def test_difference_of_runs_is_interpolated_at_equal_steps() -> None:

@@ -85,7 +85,8 @@ async function ask(path) {
 }
 
 async function watch(path, view) {
-  const problem = document.getElementById("problem");
+  const problem = el("p", { id: "problem", role: "alert", hidden: "" });
+  document.body.prepend(problem);
   let before = "";
   for (;;) {
     let unread = 0;

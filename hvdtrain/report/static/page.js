@@ -388,9 +388,9 @@ function makePage() {
   } };
 }
 
-const written = document.getElementById("page");
+const written = JSON.parse(document.getElementById("page").textContent);
 if (written) {
   const shown = makePage();
   document.getElementById("view").append(shown.node);
-  shown.update(JSON.parse(written.textContent));
+  shown.update(written);
 }

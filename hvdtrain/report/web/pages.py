@@ -75,13 +75,17 @@ def _one(path: Path, run: dict[str, Any]) -> Page:
 
 def _several(found: Mapping[Path, dict[str, Any]]) -> Page:
     links = [_ALL, *([path.name, "?" + urlencode({"run": path.name})] for path in found)]
+    rows = [[cell["text"] for cell in _listed(run)["cells"]] for run in found.values()]
     configurations = {path.name: texts.configuration(path) for path in found}
     shown = page(
         title=plural(len(found), "run"),
         links=links,
         clocks=[run["clock"] for run in found.values()],
         charts=charts.of_runs({path.name: run["series"] for path, run in found.items()}),
-        first=[_summary([*found.values()]), texts.differences(configurations)],
+        first=[
+            ReportTable("Runs", [*_COLUMNS], rows, words=_WORDS),
+            texts.differences(configurations),
+        ],
     )
     return {**shown, "unread_bytes": max(run["unread_bytes"] for run in found.values())}
 
@@ -189,21 +193,3 @@ def _phases(window: dict[str, Any] | None) -> list[charts.Chart]:
         shown, count = len(window["labels"]), window["all_ranks"]
         found["caption"] = f"The {shown} ranks with the lowest scores of {count:,}."
     return [found]
-
-
-def _summary(found: list[dict[str, Any]]) -> ReportTable:
-    head = ["run", "state", "step", "loss", "validation loss", "samples/s", "ranks", "restarts"]
-    rows = [
-        [
-            run["name"],
-            run["state"],
-            _steps(run),
-            units.number(run["loss"]),
-            units.number(run["validation"].get("loss")),
-            units.number(run["samples_per_second"]),
-            units.number(run["ranks"]),
-            str(run["restarts"]),
-        ]
-        for run in found
-    ]
-    return ReportTable("Runs", head, rows, words=2)

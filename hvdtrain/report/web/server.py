@@ -1,6 +1,6 @@
 """`hvdtrain report --serve`: the server, its responses, and reports made in the background.
 
-The responses are three static files, the list of runs, a page of one or several runs, and a report.
+The responses are an HTML file, the list of runs, a page of one or several runs, and a report.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ from hvdtrain.telemetry.bounded_server import App, BoundedServer, listen
 
 _KEPT = 4
 _MOST_COMPARED = 8
-_PAGE_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
-)
 _POLICY_SUFFIX = "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _WAIT = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="refresh" content="2"><meta name="color-scheme" content="light dark">
@@ -108,21 +105,16 @@ class _Answer:
     content: str
     kind: str
     status: HTTPStatus = HTTPStatus.OK
-    policy: str = _PAGE_POLICY
+    policy: str = "default-src 'none'"
 
 
 def make_app(runs: Runs) -> App:
     """The WSGI application (PEP 3333)."""
     reports = Reports()
-    static = {
-        "/": (html.LIVE, "text/html"),
-        "/page.js": (html.script(live=True), "text/javascript"),
-        "/page.css": (html.style(), "text/css"),
-    }
 
     def answer(path: str, query: Mapping[str, list[str]]) -> _Answer | None:
-        if path in static:
-            return _Answer(*static[path])
+        if path == "/":
+            return _Answer(html.live_document(), "text/html", policy=html.policy(live=True))
         names = query.get("name", [""])
         if path == "/api/runs":
             return _json(pages.runs(runs.rows()))

@@ -40,12 +40,17 @@ WINDOW = "[$__rate_interval]"
 BY_RANK = "rank {{rank}} on {{host}}"
 BY_PLACE = f"{{{{axis}}}}, {BY_RANK} (dp {{{{dp}}}} pp {{{{pp}}}} cp {{{{cp}}}} tp {{{{tp}}}})"
 
-# The runbook is part of the dashboard, so links to it work wherever the dashboard is installed.
+# The runbook is part of the dashboard, so links to it work wherever the dashboard is installed. Its
+# own links are relative to the repository: only their text is shown.
 RUNBOOK = {
     section.split("\n", 1)[0]: section.split("\n", 1)[1].strip()
     for section in re.split(
         "^## ",
-        (Path(__file__).parents[1] / "prometheus/runbook.md").read_text(),
+        re.sub(
+            r"\[([^]]+)\]\([^)]+\)",
+            r"\1",
+            (Path(__file__).parents[1] / "prometheus/runbook.md").read_text(),
+        ),
         flags=re.MULTILINE,
     )[1:]
 }

@@ -162,8 +162,9 @@ def test_every_alert_has_a_runbook_section_to_which_panels_link() -> None:
         assert (REPOSITORY / path).samefile(PROMETHEUS / "runbook.md")
         assert anchor == rule["alert"].lower()
     for alert, text in zip(ALERTS, sections[2::2], strict=True):
-        assert RUNBOOK[alert]["options"] == {"mode": "markdown", "content": text.strip()}
-        assert "](" not in text, "a relative link would not resolve in Grafana"
+        shown = RUNBOOK[alert]["options"]["content"]
+        assert "](" not in shown, "a relative link would not resolve in Grafana"
+        assert shown == re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text.strip())
     linked: dict[str, list[str]] = {}
     for panel in panels():
         for link in panel.get("links", []):

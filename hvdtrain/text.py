@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Container, Sequence
 from typing import Any, TextIO
@@ -52,11 +53,14 @@ def styled(text: str, style: str, stream: TextIO | None = None) -> str:
         stream: default: stdout. A file, a pipe, a terminal without colors and one with NO_COLOR
             get the text unchanged.
     """
+    stream = stream or sys.stdout
+    if not stream.isatty() and "FORCE_COLOR" not in os.environ:
+        return text
     # Few commands need rich, and its import takes 50 ms.
     from rich.console import COLOR_SYSTEMS, Console
     from rich.style import Style
 
-    console = Console(file=stream or sys.stdout, force_jupyter=False)
+    console = Console(file=stream, force_jupyter=False)
     if console.color_system is None or console.no_color:
         return text
     return Style.parse(style).render(text, color_system=COLOR_SYSTEMS[console.color_system])

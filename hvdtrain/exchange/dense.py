@@ -64,14 +64,16 @@ class DenseExchange(Exchange):
         # Horovod's own hooks, which run after these, send a complete bucket.
         self._hooks = GradientHooks(self.trained, groups, self._on_gradient, lambda bucket: None)
 
-    def _on_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> HookResult:
+    def _on_gradient(
+        self, parameter: nn.Parameter, gradient: Tensor | None, last: bool
+    ) -> HookResult:
         """Handle the gradient of one pass, see GradientHooks; Horovod's hooks send it."""
         if gradient is None or not parameter.requires_grad:
             if self._distributed and parameter.grad is None:
                 # Nothing will be accumulated, but Horovod's hook needs a gradient to send.
                 parameter.grad = torch.zeros_like(parameter)
             return None
-        if self._memory is not None and self._hooks.is_last(parameter):
+        if last and self._memory is not None:
             return (self._memory.accumulate(parameter, gradient),)
         return None
 

@@ -96,8 +96,8 @@ def main() -> int:
     check_all_sizes(rank, ranks)
     check_many(rank, ranks)
     _check_process_sets(rank, ranks)
-    hvd.barrier()  # a rank that shuts down ends the exchanges of the others' sets
     print(f"rank {rank} shares {len(mappings())}", flush=True)
+    hvd.barrier()  # a rank that shuts down ends the others' exchanges, and frees their memory
     hvd.shutdown()
     assert not mappings()
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +36,8 @@ def test_survivors_share_new_memory_and_free_the_old_one(job: Callable[..., Elas
 
 def test_ranks_in_separate_pid_namespaces_use_sockets(cluster: Cluster) -> None:
     apart = "unshare --pid --fork --mount-proc"
-    command = f"horovodrun --gloo -np 2 {apart} {cluster.python} -m tests.support.shared_sums"
+    # Not `cluster.python`, whose ranks are forked outside the namespaces.
+    command = f"horovodrun --gloo -np 2 {apart} {sys.executable} -m tests.support.shared_sums"
     settings = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
     done = cluster.run("node1", command.split(), settings, timeout=90)
     assert done.returncode == 0, done

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.support import shared_sums
 from hvdtrain.runtime.mesh import Topology
+from tests.support import shared_sums
 
 
 def test_ranks_of_a_host_share_memory_without_descriptors(topology: Topology) -> None:

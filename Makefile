@@ -94,12 +94,14 @@ test-alone: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 test-fast: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	.ci/timed test-fast timeout -k 30 900 $(BIN)/python -m pytest -q --color=no $(THREE) -m "not slow" tests/single
 
+# All-reduces also without shared memory: through sockets, or as a ring of MPI messages.
 test-gloo: LAUNCHER := $(BIN)/horovodrun -np 2 --gloo
 test-mpi: LAUNCHER = $(call MPIRUN,2)
 test-mpi: export HOROVOD_MPI_RING_ALLREDUCE := 1
 test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	@mkdir -p $(LOGS)
-	launcher="$(LAUNCHER)" && .ci/timed $@ timeout -k 30 300 $$launcher .ci/as-rank $(LOGS)/$@ $(BIN)/python -m pytest -q --color=no tests/parallel \
+	launcher="$(LAUNCHER)" && tests="timeout -k 30 300 $$launcher .ci/as-rank $(LOGS)/$@ $(BIN)/python -m pytest -q --color=no" \
+	  && .ci/timed $@ $$tests tests/parallel && HOROVOD_SHARED_MEMORY=0 $$tests tests/parallel/test_allreduce.py \
 	  || { code=$$?; tail -n 30 $(LOGS)/$@.rank-*.log; exit $$code; }
 
 test-smoke: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)

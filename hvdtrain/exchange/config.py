@@ -15,8 +15,8 @@ class ExchangeConfig:
     """How the gradients of the ranks are combined (gradient synchronization).
 
     Args:
-        name: `dense` (hvd.DistributedOptimizer sums in floating point) or `exact` (fixed-point
-            sums: bitwise identical models on any number of ranks; requires `runtime.threads`)
+        name: `dense` (Horovod sums in floating point) or `exact` (fixed-point sums: bitwise
+            identical models on any number of ranks; requires `runtime.threads`)
         hierarchical: ranks sum within their host first, then each sums its slice across hosts;
             requires the same number of ranks on each host. `auto`: over Gloo, except in elastic
             runs

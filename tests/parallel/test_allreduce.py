@@ -1,4 +1,4 @@
-"""Horovod's all-reduce of large tensors: patches 0023-mpi-ring and 0024-one-buffer."""
+"""Horovod's all-reduce: patches 0023-mpi-ring, 0024-one-buffer, 0030-gloo-float16-assignment."""
 
 from __future__ import annotations
 
@@ -47,6 +47,13 @@ def test_large_product_and_maximum_are_exact(topology: Topology) -> None:
         ("max", hvd.Max, each.max(0).values),
     ):
         assert torch.equal(hvd.allreduce(each[topology.rank], op=op, name=name), expected)
+
+
+def test_float16_sum_replaces_a_tiny_value(topology: Topology) -> None:
+    # Patch 0030: the bits of the tiny value are the integer 1, which is the sum.
+    own = torch.full((3,), 1.0 if topology.rank else 2.0**-24, dtype=torch.float16)
+    expected = max(topology.world_size - 1.0, 2.0**-24)
+    assert hvd.allreduce(own, op=hvd.Sum, name="tiny").tolist() == [expected] * 3
 
 
 COUNTS = (2, 5, 70000)

@@ -99,10 +99,8 @@ def show(findings: Sequence[Diagnosis], notes: Sequence[str], console: Console) 
 def _table(findings: Sequence[Diagnosis]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_lines=False, pad_edge=False, expand=True)
     for name in ("", "", "check", "where", "problem, and why it matters"):
-        what = name.startswith("problem")
-        table.add_column(
-            name, no_wrap=name in ("", "check"), overflow="fold", ratio=1 if what else None
-        )
+        ratio = 1 if name.startswith("problem") else None
+        table.add_column(name, no_wrap=name in ("", "check"), overflow="fold", ratio=ratio)
     for number, finding in enumerate(findings, start=1):
         severity = Text(finding.severity, _COLORS.get(finding.severity, "yellow"))
         what = Text(f"{printable(finding.what)}\n").append(printable(finding.why), "dim")

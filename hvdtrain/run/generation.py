@@ -625,7 +625,11 @@ def _show_sample(sample: Callable[[nn.Module], Any], model: nn.Module) -> None:
             text = sample(model)
         if text is None:
             return
-        heading = styled("Sample output of the trained model:", "bold")
+        heading = "Sample output of the trained model:"
+        if (
+            terminal() is sys.stderr
+        ):  # Open MPI gives ranks a terminal as stdout, whatever its own is
+            heading = styled(heading, "bold")
         # Bytes and characters that the model generates must not control the terminal.
         print(f"\n{heading}\n{encodable(printable_lines(str(text)))}\n", flush=True)
         if terminal() not in (None, sys.stderr):

@@ -60,9 +60,9 @@ WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/p
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
-# horovodrun's MPI options are those of Open MPI.
+# With the options of the MPI that is installed.
 train: $(STAMPS)/horovod-$(GPU)
-	$(BIN)/horovodrun -np $(NP) "$$(mpirun --version | grep -q 'Open MPI' && echo '--mpi-args=--mca orte_tag_output 0' || echo --gloo)" $(BIN)/python -m hvdtrain.train $(ARGS)
+	launcher="$(call MPIRUN,$(NP))" && $$launcher $(BIN)/python -m hvdtrain.train $(ARGS)
 
 setup: $(STAMPS)/horovod-$(GPU)
 	@echo "hvdtrain: ready; now run: . $(VENV)/bin/activate"
@@ -94,12 +94,14 @@ test-alone: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 test-fast: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	.ci/timed test-fast timeout -k 30 900 $(BIN)/python -m pytest -q --color=no $(THREE) -m "not slow" tests/single
 
+# All-reduces also without shared memory: through sockets, or as a ring of MPI messages.
 test-gloo: LAUNCHER := $(BIN)/horovodrun -np 2 --gloo
 test-mpi: LAUNCHER = $(call MPIRUN,2)
 test-mpi: export HOROVOD_MPI_RING_ALLREDUCE := 1
 test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	@mkdir -p $(LOGS)
-	launcher="$(LAUNCHER)" && .ci/timed $@ timeout -k 30 300 $$launcher .ci/as-rank $(LOGS)/$@ $(BIN)/python -m pytest -q --color=no tests/parallel \
+	launcher="$(LAUNCHER)" && tests="timeout -k 30 300 $$launcher .ci/as-rank $(LOGS)/$@ $(BIN)/python -m pytest -q --color=no" \
+	  && .ci/timed $@ $$tests tests/parallel && HOROVOD_SHARED_MEMORY=0 $$tests tests/parallel/test_allreduce.py \
 	  || { code=$$?; tail -n 30 $(LOGS)/$@.rank-*.log; exit $$code; }
 
 test-smoke: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)

@@ -19,6 +19,8 @@ import docstring_parser
 
 from hvdtrain.config import Config
 from hvdtrain.config_checks import CHECKS, RANK_CHECKS, Check, RankCheck
+from hvdtrain.config_renames import DROPPED, RENAMED
+from hvdtrain.config_tiers import TIERS, tier_of, tiers_of
 from hvdtrain.tasks import BUILT_IN, load_class, optional
 
 HEAD = """\
@@ -28,24 +30,46 @@ HEAD = """\
 
 Every key is a flag (`--optim.lr 3e-4`) and a key of YAML (`--config my.yaml`). Flags take
 precedence over YAML, YAML over the task's defaults, and these over the defaults below. If several
-`--config` are given, later ones take precedence. `--print_config` prints the resolved
-configuration, which is also written to `RUN/config.yaml`. Presets are named without a path:
+`--config` are given, later ones take precedence. `--help` shows the basic keys, `--help all` shows
+all. `--print_config` prints the resolved configuration, which is also written to `RUN/config.yaml`.
+Presets are named without a path:
 `--config gpt-nano` (the default), `--config gpt-small` (124M parameters), `gpt-medium`, `gpt-1b3`
 and `llama-7b` ([language models](language_model.md)), `--config digits` and `--config resnet50`
 ([images](image.md)), `--config tabgpt-nano` and `--config tabgpt-base` ([tables](tabular.md)).
 
 ```yaml
 train:
-  steps: 2000
+  duration: 2000
 optim:
   lr: 6.0e-4
 ```
+
+`train.duration` is a number of steps, or of passes over the training data: `3 epochs`, without the
+space on a command line.
 
 An unknown key, a wrong type, an impossible value or a [refused
 combination](#combinations-that-are-refused) ends the program with exit code 2 and one message
 before any work is done.
 """
 Defaults = Mapping[str, Mapping[str, Any]]  # task -> key -> its default there
+
+BASIC = """
+## Basic keys
+
+Each task has about 20 basic keys, and most runs set no others. Of all {all} keys {basic} are basic,
+{advanced} are advanced, and {expert} are for experts, who rarely need another value than the
+default. The sections below list all keys, basic keys first.
+
+"""
+
+OLD = """
+## Keys of earlier versions
+
+Old keys work in this release, in files and flags, with a warning. The next release refuses them in
+files and flags, but not in the configurations of run directories. An old key whose value
+contradicts the current key's ends the program with exit code 2.
+
+"""
 
 COMBINATIONS = """
 ## Combinations that are refused
@@ -70,6 +94,8 @@ def page() -> Iterator[str]:
     tasks = {name: load_class(name) for name in BUILT_IN}
     defaults = {name: optional(task, "defaults") for name, task in tasks.items()}
     yield HEAD
+    yield from basic(tasks)
+    yield "\n## Keys of all tasks\n"
     yield from table(Config, "", defaults)
     yield from groups(Config, "##", defaults)
     yield COMBINATIONS
@@ -77,35 +103,65 @@ def page() -> Iterator[str]:
     yield RANKS
     yield from combinations(RANK_CHECKS)
     yield OF_TASKS
-    shown: dict[str, str] = {}
+    shown: dict[tuple[str, type], str] = {}
     for name, task in tasks.items():
         yield f"\n## Keys of the task `{name}`\n"
         config = optional(task, "Config")
-        yield from groups(config, "###", {}, shown)
-        shown = dict.fromkeys(vars(config()), name) | shown
+        yield from groups(config, "###", {}, shown, task=name)
+        shown = {(key, type(group)): name for key, group in vars(config()).items()} | shown
+    yield OLD
+    yield from renamed()
+
+
+def basic(tasks: Mapping[str, type]) -> Iterator[str]:
+    """Yield the list of basic keys, those of all tasks first."""
+    tiers = [*tiers_of(Config)]
+    owners = {name: optional(task, "Config") for name, task in tasks.items()}
+    lists = [("every task", [key for key, tier in tiers if tier == "basic"])]
+    for name, owner in owners.items():
+        own = [*tiers_of(owner)]
+        tiers += own
+        lists.append((f"`{name}`", [key for key, tier in own if tier == "basic"]))
+    keys = dict(tiers)
+    counts = {tier: sum(found == tier for found in keys.values()) for tier in TIERS}
+    yield BASIC.format(**counts, all=len(keys))
+    yield "| task | basic keys |\n| --- | --- |\n"
+    yield from (f"| {name} | {', '.join(f'`{key}`' for key in found)} |\n" for name, found in lists)
+
+
+def renamed() -> Iterator[str]:
+    """Yield the table of old keys."""
+    yield "| old key | now |\n| --- | --- |\n"
+    for rule in RENAMED:
+        yield f"| {', '.join(f'`{old}`' for old in rule.old)} | `{rule.new}` |\n"
+    yield from (f"| `{old}` | no effect: {instead} |\n" for old, instead in DROPPED.items())
 
 
 def groups(
     owner: type,
     heading: str,
     task_defaults: Defaults,
-    shown: Mapping[str, str] | None = None,
+    shown: Mapping[tuple[str, type], str] | None = None,
     prefix: str = "",
+    task: str = "",
 ) -> Iterator[str]:
     """Yield a section for each group of keys: the fields that are dataclasses themselves.
 
     Args:
         prefix: of the keys of `owner`.
-        shown: group that another task has too -> the task whose section lists its keys.
+        task: the task that the groups belong to.
+        shown: name and type of a group that another task has too -> the task whose section lists
+            its keys.
     """
     said = descriptions(owner)
     for name, group in vars(owner()).items():
-        if shown and name in shown:
-            yield f"\n[`{name}`](#{name}), as in the task `{shown[name]}`: {said[name]}.\n"
+        if shown and (other := shown.get((name, type(group)))):
+            yield f"\n[`{name}`](#{name}), as in the task `{other}`: {said[name]}.\n"
         elif is_dataclass(group):
             summary = said[name][:1].upper() + said[name][1:]
             inner = f"{prefix}{name}"
-            yield f"\n{heading} `{inner}`\n\n{summary}.\n"
+            more = any(known == name for known, _ in shown or ()) and f" of the task `{task}`"
+            yield f"\n{heading} `{inner}`{more or ''}\n\n{summary}.\n"
             yield from table(type(group), f"{inner}.", task_defaults)
             yield from groups(type(group), f"{heading}#", task_defaults, prefix=f"{inner}.")
 
@@ -117,15 +173,18 @@ def table(owner: type, prefix: str, task_defaults: Defaults) -> Iterator[str]:
         KeyError: its docstring does not say what a key means.
     """
     said, hints, defaults = descriptions(owner), get_type_hints(owner), owner()
-    yield "\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
-    for field in (field for field in fields(owner) if field.init):
+    yield "\n| key | tier | type | default | meaning |\n| --- | --- | --- | --- | --- |\n"
+    for field in sorted(fields(owner), key=lambda field: TIERS.index(tier_of(field))):
+        if not field.init:
+            continue
         value, key = getattr(defaults, field.name), f"{prefix}{field.name}"
         if not is_dataclass(value):
             default = code(value)
             for task, of_task in task_defaults.items():
                 if key in of_task:
                     default += f"; {task}: {code(of_task[key])}"
-            yield f"| `{key}` | {kind(hints[field.name])} | {default} | {said[field.name]} |\n"
+            row = (f"`{key}`", tier_of(field), kind(hints[field.name]), default, said[field.name])
+            yield f"| {' | '.join(row)} |\n"
 
 
 def combinations(checks: Sequence[Check | RankCheck]) -> Iterator[str]:

@@ -13,32 +13,33 @@ from typing import Any, NoReturn
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError, of_import
 from hvdtrain.launch.commands import forget_singleton
 from hvdtrain.runtime.environment import process_start
+from hvdtrain.text import styled
 from hvdtrain.untrusted import printable_lines
 
 # Group in --help -> name -> help line. The module is hvdtrain.commands.NAME with
 # add_arguments(parser) and run(args) -> exit code.
 GROUPS = {
     "training": {
-        "train": "train a model (the same as `python -m hvdtrain.train`)",
-        "launch": "start training on hosts that respond, and restart it after a failure",
+        "train": "train a model; with launchers use python -m hvdtrain.train",
+        "launch": "train on the hosts that respond, and restart after a failure",
         "agent": "start and end this host's ranks for the driver of a run",
         "discover": "print the hosts that respond, as host:slots",
         "tasks": "list the installed tasks, and the keys of each",
     },
     "before a run": {
-        "doctor": "find problems of hosts before a run, or the reason why a run failed",
+        "doctor": "find problems of hosts before a run, or why a run failed",
         "plan": "predict step time, scaling, memory and price on a cluster",
-        "deploy": "write files that start a job: slurm, pbs, lsf, mpirun, compose, kubernetes",
-        "horovod": "build Horovod's wheel for this environment, or check the installed one",
-        "data": "prepare data: tokenize text, index large files, compute column statistics",
+        "deploy": "write files that start a job on Slurm, PBS, LSF, Flux, Kubernetes",
+        "horovod": "build Horovod's wheel for this environment, or check it",
+        "data": "tokenize text, index large files, compute column statistics",
         "bench": "measure a training step and its scaling",
     },
     "runs": {
         "ls": "list the runs of a directory: state, step, loss, ranks, age",
         "top": "show the ranks of a running job in the terminal",
-        "report": "show one run, or two side by side, as an HTML file, or runs live in a browser",
+        "report": "show one or two runs as HTML, or all runs live in a browser",
         "audit": "prove from a run's files that each step was applied exactly once",
-        "profile": "show where the time of profiled steps went, and which rank was late",
+        "profile": "show where profiled steps spent time, and which rank was late",
     },
     "trained models": {
         "ckpt": "list, verify or export the checkpoints of a run",
@@ -94,14 +95,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         reported = of_import(error)
         if reported is None:
             raise
-        print(f"hvdtrain: error: {reported}", file=sys.stderr)
+        _report(str(reported))
         return reported.exit_code
     except UserError as error:
-        # The message may contain names of other users' files.
-        print(f"hvdtrain: error: {printable_lines(str(error))}", file=sys.stderr)
+        _report(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def _report(message: str) -> None:
+    # The message may contain names of other users' files.
+    mark = styled("error:", "bold red", sys.stderr)
+    print(f"hvdtrain: {mark} {printable_lines(message)}", file=sys.stderr)
 
 
 def _dispatch(arguments: list[str], is_process: bool) -> int:
@@ -115,11 +121,14 @@ def _dispatch(arguments: list[str], is_process: bool) -> int:
     parser.add_argument(
         "--version",
         action="store_true",
-        help="print versions: hvdtrain, torch, Horovod, MPI, Python",
+        help="print versions: hvdtrain, torch, Horovod's build, MPI, Python",
     )
     if arguments == ["--version"]:
         print(_versions())
         return 0
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return EXIT_USER
     subparsers = parser.add_subparsers(
         prog="hvdtrain", dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS
     )
@@ -131,7 +140,7 @@ def _dispatch(arguments: list[str], is_process: bool) -> int:
             train.end_process(train.main(arguments[1:], process_start()))
         return int(train.main(arguments[1:]))
     for name, line in COMMANDS.items():
-        subparser = subparsers.add_parser(name, description=line)
+        subparser = subparsers.add_parser(name, description=f"{line[0].upper()}{line[1:]}.")
         if name == named or (named == "completion" and name != "train"):
             module = importlib.import_module(f"hvdtrain.commands.{name}")
             module.add_arguments(subparser)
@@ -142,21 +151,22 @@ def _dispatch(arguments: list[str], is_process: bool) -> int:
 
 def _versions() -> str:
     """Return one line for each part, without importing torch or Horovod."""
-    from importlib.metadata import PackageNotFoundError, version
-
     from hvdtrain import __version__
+    from hvdtrain.horovod_wheel.recipe import described, installed_version
     from hvdtrain.launch import mpi
 
-    lines = [f"hvdtrain {__version__}", f"Python {sys.version.split()[0]}"]
-    for package in ("torch", "horovod"):
-        try:
-            lines.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            lines.append(f"{package}: not installed")
+    torch, horovod = installed_version("torch"), installed_version("horovod")
     try:
-        lines.append(mpi.of_launcher().title)
+        launcher = mpi.of_launcher().title
     except UserError as error:
-        lines.append(f"MPI: {error}")
+        launcher = f"MPI: {error}"
+    lines = [
+        f"hvdtrain {__version__}",
+        f"torch {torch}" if torch else "torch: not installed",
+        f"Horovod {described(horovod)}" if horovod else "Horovod: not installed",
+        launcher,
+        f"Python {sys.version.split()[0]} ({sys.executable})",
+    ]
     return "\n".join(lines)
 
 

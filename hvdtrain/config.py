@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from argparse import SUPPRESS
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -21,11 +22,17 @@ from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.config_checks import check_together
-from hvdtrain.config_files import dotted, read_yaml, readable, steps_or_epochs
+from hvdtrain.config_files import dotted, flag_names, read_yaml, readable, yaml_text
+from hvdtrain.config_renames import (
+    current_content,
+    current_flags,
+    describe_old,
+    old_keys,
+)
+from hvdtrain.config_tiers import basic, tiers_of
 from hvdtrain.data.config import BatchConfig, LoaderConfig
 from hvdtrain.elastic.config import ElasticConfig
 from hvdtrain.engine.config import (
-    CompileConfig,
     EvalConfig,
     IntegrityConfig,
     MemoryConfig,
@@ -37,7 +44,7 @@ from hvdtrain.errors import UserError, require
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.launch.hostfile import parse_hosts
 from hvdtrain.optim.config import OptimConfig, PrecisionConfig, ScheduleConfig
-from hvdtrain.parallel.config import ParallelConfig
+from hvdtrain.parallel.config import AXES, ParallelConfig
 from hvdtrain.runtime.config import RuntimeConfig
 from hvdtrain.runtime.mesh import Grid
 from hvdtrain.tasks import load_class, optional
@@ -62,8 +69,9 @@ class Config:
         optim: the optimizer
         schedule: the learning-rate schedule
         precision: number formats of the model's computations
-        compile: compilation of the model's blocks by torch.compile
-        memory: memory of activations, and the size of micro-batches
+        compile: compile each of the model's blocks by torch.compile in its first pass; requires a
+            C++ compiler on each host, and Triton on GPUs
+        memory: memory of activations
         exchange: gradient synchronization
         parallel: models that span ranks
         runtime: the process of a rank
@@ -74,8 +82,8 @@ class Config:
         profile: traces of selected steps
     """
 
-    task: str = "language_model"
-    seed: int = 1234
+    task: str = basic("language_model")
+    seed: int = basic(1234)
     run: RunConfig = field(default_factory=RunConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
@@ -85,7 +93,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    compile: CompileConfig = field(default_factory=CompileConfig)
+    compile: bool = False
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -119,39 +127,65 @@ class Settings:
         task_class: the class that `config.task` names
         task_config: the task's own keys as an instance of its `Config`, or None
         resolved: the whole configuration as YAML that reproduces it
+        replaced: sentences about old keys that were given
     """
 
     config: Config
     task_class: type
     task_config: Any
     resolved: str
+    replaced: tuple[str, ...] = ()
+
+    @property
+    def warning(self) -> str:
+        """What to change because of old keys; "" if there are none."""
+        if not self.replaced:
+            return ""
+        return f"old keys, which the next release refuses: {'; '.join(self.replaced)}"
+
+    def warn(self) -> Settings:
+        """Print the warning, if there is one, for commands that do not train; return self."""
+        if self.warning:
+            print(f"hvdtrain: warning: {self.warning}", file=sys.stderr)
+        return self
 
 
-def parse(argv: Sequence[str]) -> Settings:
+def parse(argv: Sequence[str], before: Sequence[str] = ()) -> Settings:
     """Parse flags and the YAML files that they name.
+
+    Args:
+        before: flags that `argv` overrides.
 
     Raises:
         UserError: an unknown key, a wrong type or an impossible value.
         SystemExit: after --help, --print_config or --print_layout.
     """
-    argv, hosts = _layout_hosts(_config_files_first(argv))
-    files = {Path(a.partition("=")[2]): None for a in argv if a.startswith("--config=")}
-    contents = {path: read_yaml(path) for path in files}
-    task_class = load_class(_task_name(argv, contents.values()))
-    defaults = dotted(optional(task_class, "defaults"))
-    argv = [*argv, *steps_or_epochs(defaults, contents.values(), argv)]
-    parser = build_parser(task_class)
+    argv, only_basic = _wanted_help(argv)
+    argv, hosts = _layout_hosts(argv)
+    names, flags = _config_files(argv)
+    files = [_config_file(name) for name in names]
+    contents = [read_yaml(path) for path in files]
+    task_class = load_class(_task_name(flags, contents))
+    parser = build_parser(task_class, only_basic)
     known = _known_keys(parser)
     groups = _groups(known)
-    for path, content in contents.items():
-        _check_keys(dotted(content), known, f"in {path}")
-        for key in groups.intersection(dotted(content)):
-            value = content[key] if key in content else reduce(getitem, key.split("."), content)
+    notes = _current_defaults(task_class, known - groups)[1]
+    layers = []
+    for path, content in zip(files, contents, strict=True):
+        current, replaced = current_content(content, known - groups, f"in {path}")
+        _check_keys(dotted(current), known, f"in {path}")
+        for key in groups.intersection(dotted(current)):
+            value = current[key] if key in current else reduce(getitem, key.split("."), current)
             raise UserError(f"{path}: {key} is a group of keys, not {value!r}")
-    flags = [a[2:].partition("=")[0].rstrip("+") for a in argv if a.startswith("--")]
-    _check_keys(flags, known, "on the command line")
+        layers.append(f"--config={yaml_text(current) if replaced else path}")
+        notes += replaced
+    for part, where in ((before, "in config"), (flags, "on the command line")):
+        current_part, replaced = current_flags(part, known - groups, where)
+        _check_keys(flag_names(current_part), known, where)
+        layers += current_part
+        notes += replaced
     try:
-        namespace = parser.parse_args(list(argv))
+        namespace = parser.parse_args(layers)
         made = parser.instantiate(namespace)
         config = Config(**{f.name: made[f.name] for f in fields(Config)})
         own = optional(task_class, "Config")
@@ -161,7 +195,17 @@ def parse(argv: Sequence[str]) -> Settings:
     if hosts:
         print(_layout(config, hosts))
         raise SystemExit(0)
-    return Settings(config, task_class, task_config, parser.dump(namespace, skip_unset=False))
+    resolved = parser.dump(namespace, skip_unset=False)
+    return Settings(config, task_class, task_config, resolved, tuple(notes))
+
+
+def with_current_names(argv: Sequence[str]) -> list[str]:
+    """Return flags with current keys, so that flags after them override them."""
+    files, flags = _config_files(argv)
+    contents = [read_yaml(_config_file(name)) for name in files]
+    known = _known_keys(build_parser(load_class(_task_name(flags, contents))))
+    current = current_flags(flags, known - _groups(known), "on the command line")[0]
+    return [*(f"--config={name}" for name in files), *current]
 
 
 class _HelpFormatter(DefaultHelpFormatter):
@@ -171,13 +215,16 @@ class _HelpFormatter(DefaultHelpFormatter):
         super().__init__(prog, max_help_position=40)
 
 
-def build_parser(task_class: type) -> ArgumentParser:
+def build_parser(task_class: type, only_basic: bool = False) -> ArgumentParser:
     """Build the parser of all keys, including the task's own.
+
+    Args:
+        only_basic: for --help, which then shows only basic keys; hidden keys are not dumped.
 
     Raises:
         UserError: the task's Config has a key that already exists.
     """
-    program = "python -m hvdtrain.train"
+    program = "hvdtrain train"
     parser = ArgumentParser(
         prog=program,
         usage=f"{program} [--config FILE_OR_PRESET] [--section.key VALUE ...]",
@@ -191,6 +238,7 @@ def build_parser(task_class: type) -> ArgumentParser:
         metavar="FILE_OR_PRESET",
         help=f"a YAML file, or a preset: {', '.join(presets())}",
     )
+    parser._option_string_actions["--help"].help = "show the basic keys; --help all: all keys"
     parser._option_string_actions[
         "--print_config"
     ].help = (
@@ -217,10 +265,25 @@ def build_parser(task_class: type) -> ArgumentParser:
                 default=getattr(instance, f.name),
                 help=texts.get(f.name, f.name),
             )
-    for group in _groups(_known_keys(parser)):  # hide --optim FILE and similar
-        parser._option_string_actions[f"--{group}"].help = SUPPRESS
-    parser.set_defaults(optional(task_class, "defaults"))
+    known = _known_keys(parser)
+    hidden = _groups(known)  # --optim FILE and similar
+    keys = known - hidden
+    parser.set_defaults(_current_defaults(task_class, keys)[0])
+    if only_basic:
+        tiers = [*tiers_of(Config), *(tiers_of(own) if own else ())]
+        shown = [key for key, tier in tiers if tier == "basic"]
+        hidden |= {o[2:] for o in parser._option_string_actions if o.endswith(".help")}
+        hidden |= {key for key, _ in tiers}.difference(shown)
+        parser.epilog = f"These are {len(shown)} of {len(tiers)} keys; `--help all` shows all."
+    for key in hidden:
+        parser._option_string_actions[f"--{key}"].help = SUPPRESS
     return parser
+
+
+def _current_defaults(task_class: type, known: set[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the task's defaults with current keys, and what was replaced."""
+    where = f"in {task_class.__name__}.defaults"
+    return current_content(optional(task_class, "defaults"), known, where)
 
 
 def presets() -> dict[str, Path]:
@@ -229,8 +292,8 @@ def presets() -> dict[str, Path]:
     return {path.stem: path for path in sorted(directory.glob("*.yaml"))}
 
 
-def _config_files_first(argv: Sequence[str]) -> list[str]:
-    """Move each `--config X` to the front as `--config=FILE`, so that flags override files."""
+def _config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the values of `--config`, and the other arguments, which override these files."""
     files, rest = [], []
     arguments = iter(argv)
     for argument in arguments:
@@ -240,7 +303,18 @@ def _config_files_first(argv: Sequence[str]) -> list[str]:
             files.append(argument.partition("=")[2])
         else:
             rest.append(argument)
-    return [f"--config={_config_file(name)}" for name in files] + rest
+    return files, rest
+
+
+def _wanted_help(argv: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the arguments without `all` after --help, and whether only basic keys are wanted."""
+    rest = [*argv]
+    for place, argument in enumerate(rest):
+        if argument in ("-h", "--help") and rest[place + 1 : place + 2] == ["all"]:
+            return [*rest[: place + 1], *rest[place + 2 :]], False
+        if argument == "--help=all":
+            return [*rest[:place], "--help", *rest[place + 1 :]], False
+    return rest, "-h" in rest or "--help" in rest
 
 
 def _config_file(name: str) -> Path:
@@ -266,7 +340,7 @@ def _layout_hosts(argv: Sequence[str]) -> tuple[list[str], str]:
 def _layout(config: Config, hosts: str) -> str:
     """Describe the layout; raises UserError if the ranks do not form whole replicas."""
     names = [host.name for host in parse_hosts(hosts) for _ in range(host.slots)]
-    return Grid.of(names, config.parallel.degrees, config.parallel.place).describe(names)
+    return Grid.of(names, config.parallel.degrees, AXES).describe(names)
 
 
 def _task_name(argv: Sequence[str], contents: Iterable[Mapping[str, Any]]) -> str:
@@ -297,6 +371,13 @@ def _check_keys(keys: Iterable[str], known: set[str], where: str) -> None:
         parents = {".".join(key.split(".")[:n]) for n in range(1, key.count(".") + 1)}
         in_a_value = parents & known - groups  # a key whose value is itself a mapping
         if key not in known and not in_a_value:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else "; --help lists all keys"
-            raise UserError(f"unknown key {key} {where}{hint}")
+            raise UserError(f"unknown key {key} {where}; {_hint(key, known)}")
+
+
+def _hint(key: str, known: set[str]) -> str:
+    names = [*known, *old_keys(known - _groups(known))]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    if not near:
+        return "`--help all` lists all keys"
+    now = "" if near[0] in known else f", {describe_old(near[0])}"
+    return f"did you mean {near[0]}{now}?"

@@ -174,17 +174,19 @@ def _find_late_profile(config: Any) -> str:
     steps, last = config.profile.range, config.train.steps
     if not steps or not last or steps[0] <= last:
         return ""
-    return f"profile.steps {config.profile.steps} begins after the last step (train.steps {last})"
+    return (
+        f"profile.steps {config.profile.steps} begins after the last step (train.duration {last})"
+    )
 
 
 def _find_uneven_shards(config: Any) -> str:
-    shard, micro_batches = config.parallel.shard, config.batch.micro_batches
-    if micro_batches % shard == 0:
+    degree, micro_batches = config.parallel.shard.degree, config.batch.micro_batches
+    if micro_batches % degree == 0:
         return ""
     return (
-        f"parallel.shard {shard}: its ranks compute the same number of micro-batches, so the "
-        f"micro-batches of a step (batch.global_size / batch.micro_size = {micro_batches}) must be "
-        f"a multiple of {shard}"
+        f"parallel.shard.degree {degree}: its ranks compute the same number of micro-batches, so "
+        f"the micro-batches of a step (batch.global_size / batch.micro_size = {micro_batches}) "
+        f"must be a multiple of {degree}"
     )
 
 
@@ -193,28 +195,27 @@ _NO_COPIES = "if each rank holds the whole model, any rank that is left continue
 
 def _find_needless_copies(config: Any) -> str:
     memory, parallel = config.checkpoint.memory, config.parallel
-    if not memory.every or parallel.spans_ranks or parallel.zero:
+    if not memory.every or parallel.any:
         return ""
     return (
         f"checkpoint.memory.every {memory.every} requires parallel.tensor, pipeline, context or "
-        f"shard above 1: {_NO_COPIES}"
+        f"shard.degree above 1: {_NO_COPIES}"
     )
 
 
 _EXACT_BITS = "results would depend on the machine on which the run began"
 _NOT_TESTED = "not tested together"
-_SPANS = "parallel.tensor !1, parallel.context !1, parallel.shard !1, parallel.pipeline !1"
+_SPANS = "parallel.tensor !1, parallel.context !1, parallel.shard.degree !1, parallel.pipeline !1"
 _ELEMENTWISE = "optim.name adamw|adam|sgd|lion"
 _FOR_GRADIENTS = "parameters are exchanged, not the gradients of each step"
 _ADASUM_WHOLE = "Adasum combines whole float32 gradients"
 
 CHECKS: tuple[Check, ...] = (
     # the length of a run
-    _excludes("train.epochs", "train.steps", "set only one of them"),
     _excludes("train.patience", "eval.every 0", "it needs validation losses"),
     _excludes("checkpoint.keep_best", "eval.every 0", "it needs validation losses"),
     Check(
-        "`profile.steps` that begin after `train.steps`",
+        "`profile.steps` that begin after the last step of `train.duration`",
         "these steps never run",
         _find_late_profile,
     ),
@@ -241,9 +242,9 @@ CHECKS: tuple[Check, ...] = (
         "with batch.max_tokens a step is batch.per_step micro-batches for any number of ranks",
     ),
     _excludes(
-        "memory.fit",
+        "batch.micro_size auto",
         "batch.max_tokens",
-        "memory.fit finds batch.micro_size, which batch.max_tokens replaces: set only one of them",
+        "batch.max_tokens replaces batch.micro_size: set only one of them",
     ),
     _excludes(
         "batch.max_tokens", "loader.order sequential", "samples are grouped by length over all data"
@@ -261,8 +262,8 @@ CHECKS: tuple[Check, ...] = (
     _excludes(
         "batch.deal speed", "exchange.reduce adasum", "Adasum gives all ranks the same weight"
     ),
-    _excludes("batch.interleave !1", "memory.fit", "memory.fit measures one pass at a time"),
-    _excludes("batch.interleave !1", "compile.enabled", _NOT_TESTED),
+    _excludes("batch.interleave !1", "batch.micro_size auto", "auto measures one pass at a time"),
+    _excludes("batch.interleave !1", "compile", _NOT_TESTED),
     # the optimizer
     _requires("optim.fused", "optim.name adamw|adam", "the other optimizers have no such kernel"),
     # gradient synchronization
@@ -273,8 +274,8 @@ CHECKS: tuple[Check, ...] = (
         "be identical the same number, such as the cores of a host divided by the most ranks it "
         "will have",
     ),
-    _excludes("compile.enabled", "exchange.name exact", _EXACT_BITS),
-    _excludes("memory.fit", "exchange.name exact", _EXACT_BITS),
+    _excludes("compile", "exchange.name exact", _EXACT_BITS),
+    _excludes("batch.micro_size auto", "exchange.name exact", _EXACT_BITS),
     _excludes("precision.cudnn_benchmark", "exchange.name exact", _EXACT_BITS),
     _excludes("exchange.wire !float32", "exchange.name exact", "exact sends integers"),
     _excludes(
@@ -346,8 +347,8 @@ CHECKS: tuple[Check, ...] = (
     _excludes(
         _SPANS, "batch.interleave !1", "batch.interleave is for models that each rank holds whole"
     ),
-    _excludes(_SPANS, "memory.fit", "memory.fit measures a whole model on one rank"),
-    _excludes(_SPANS, "compile.enabled", _NOT_TESTED),
+    _excludes(_SPANS, "batch.micro_size auto", "auto measures a whole model on one rank"),
+    _excludes(_SPANS, "compile", _NOT_TESTED),
     _excludes(
         _SPANS,
         "precision.name fp16|bf16-params",
@@ -358,60 +359,64 @@ CHECKS: tuple[Check, ...] = (
             f"`parallel.{axis}` and `parallel.pipeline` exclude `parallel.schedule zero-bubble`",
             "torch then computes the gradients of weights separately: use interleaved1f1b",
             lambda config, axis=axis: (  # type: ignore[misc]
-                f"parallel.{axis} {getattr(config.parallel, axis)} excludes parallel.schedule "
+                f"parallel.{axis} {attrgetter(axis)(config.parallel)} excludes parallel.schedule "
                 "zero-bubble, in which torch computes the gradients of weights separately: use "
                 "interleaved1f1b"
                 if config.parallel.schedule == "zero-bubble"
-                and 1 not in (getattr(config.parallel, axis), config.parallel.pipeline)
+                and 1 not in (attrgetter(axis)(config.parallel), config.parallel.pipeline)
                 else ""
             ),
         )
-        for axis in ("tensor", "shard")
+        for axis in ("tensor", "shard.degree")
     ),
     _requires(
-        "parallel.reshard_after_forward false",
-        "parallel.shard !1",
-        "the key is about parameters that ranks hold in shards",
+        "parallel.shard.stage 2",
+        "parallel.shard.degree !1",
+        "the stage is about gradients and parameters that ranks hold in shards",
     ),
     _requires(
-        "parallel.offload",
-        "parallel.shard !1",
+        "parallel.shard.offload",
+        "parallel.shard.degree !1",
         "the key is about parameters that ranks hold in shards",
     ),
     Check(
-        "`parallel.shard` that does not divide the micro-batches of a step",
+        "`parallel.shard.degree` that does not divide the micro-batches of a step",
         "its ranks compute the same number of micro-batches",
         _find_uneven_shards,
     ),
     # a sharded optimizer
     _excludes(
         _SPANS,
-        "parallel.zero",
-        "parallel.zero is for models that each rank holds whole: use parallel.shard, which also "
-        "shards the optimizer state",
+        "parallel.shard.stage 1",
+        "stage 1 is for models that each rank holds whole: use parallel.shard.degree with stage 3, "
+        "which also shards the optimizer state",
     ),
     _requires(
-        "parallel.zero",
+        "parallel.shard.stage 1",
         _ELEMENTWISE,
         "ranks update slices of parameters, and the other optimizers need whole parameters",
     ),
     _excludes(
-        "parallel.zero",
+        "parallel.shard.stage 1",
         "optim.fused",
         "the fused kernel rounds an element depending on its position in the slice",
     ),
     _excludes(
-        "parallel.zero",
+        "parallel.shard.stage 1",
         "exchange.sync_every",
         "ranks that step independently need the whole optimizer state",
     ),
-    _excludes("parallel.zero", "exchange.reduce adasum", "not implemented together"),
-    _excludes("parallel.zero", "optim.ema_decay", "averaged weights would be whole on every rank"),
+    _excludes("parallel.shard.stage 1", "exchange.reduce adasum", "not implemented together"),
+    _excludes(
+        "parallel.shard.stage 1",
+        "optim.ema_decay",
+        "averaged weights would be whole on every rank",
+    ),
     # copies in memory
     _excludes(
         "checkpoint.memory.every",
-        "parallel.zero",
-        "parallel.zero_copies keeps each shard on several hosts, whose loss then costs no step",
+        "parallel.shard.stage 1",
+        "parallel.shard.copies keeps each shard on several hosts, whose loss then costs no step",
     ),
     Check(
         "`checkpoint.memory.every` requires a degree of `parallel` above 1",
@@ -439,11 +444,11 @@ def _find_missing_patches(config: Any, ranks: Ranks) -> str:
 
 
 def _find_old_torch(config: Any, ranks: Ranks) -> str:
-    axes = ("tensor", "pipeline", "shard")
-    axis = next((axis for axis in axes if getattr(config.parallel, axis) > 1), "")
+    axes = ("tensor", "pipeline", "shard.degree")
+    axis = next((axis for axis in axes if attrgetter(axis)(config.parallel) > 1), "")
     if not axis or not ranks.torch or _numbers(ranks.torch) >= (2, 9):
         return ""
-    degree = getattr(config.parallel, axis)
+    degree = attrgetter(axis)(config.parallel)
     return (
         f"parallel.{axis} {degree} requires torch 2.9 or newer, and this is {ranks.torch}: install "
         "a newer one, then `hvdtrain horovod build --install`"
@@ -488,11 +493,11 @@ def _find_adasum_batch(config: Any, ranks: Ranks) -> str:
 
 
 def _find_too_many_copies(config: Any, ranks: Ranks) -> str:
-    copies, size = config.parallel.zero_copies, ranks.world_size
-    if not config.parallel.zero or ranks.elastic or not copies > size > 1:
+    copies, size = config.parallel.shard.copies, ranks.world_size
+    if not config.parallel.shard.of_optimizer or ranks.elastic or not copies > size > 1:
         return ""
     return (
-        f"parallel.zero_copies {copies} exceeds the {size} ranks: set it to at most {size}, at "
+        f"parallel.shard.copies {copies} exceeds the {size} ranks: set it to at most {size}, at "
         "which each rank holds the whole optimizer state"
     )
 
@@ -509,11 +514,12 @@ def _find_copies_without_elasticity(config: Any, ranks: Ranks) -> str:
 
 
 def _find_elastic_fit(config: Any, ranks: Ranks) -> str:
-    if not (config.memory.fit and ranks.elastic):
+    if not (config.batch.micro_size == "auto" and ranks.elastic):
         return ""
     return (
-        "memory.fit derives the size of micro-batches from the memory of the ranks, which join and "
-        "leave an elastic run: set batch.micro_size; a run with a fixed number of ranks can find it"
+        "batch.micro_size auto derives the size of micro-batches from the memory of the ranks, "
+        "which join and leave an elastic run: set a number, which a run with a fixed number of "
+        "ranks can find"
     )
 
 
@@ -541,7 +547,7 @@ RANK_CHECKS: tuple[RankCheck, ...] = (
         _find_missing_patches,
     ),
     RankCheck(
-        "`parallel.tensor`, `pipeline` or `shard` above 1 with a torch older than 2.9",
+        "`parallel.tensor`, `pipeline` or `shard.degree` above 1 with a torch older than 2.9",
         "they use newer interfaces",
         _find_old_torch,
     ),
@@ -561,7 +567,7 @@ RANK_CHECKS: tuple[RankCheck, ...] = (
         _find_adasum_batch,
     ),
     RankCheck(
-        "`parallel.zero_copies` above the number of ranks, except in an elastic run",
+        "`parallel.shard.copies` above the number of ranks, except in an elastic run",
         "at most all ranks hold a shard",
         _find_too_many_copies,
     ),
@@ -571,7 +577,7 @@ RANK_CHECKS: tuple[RankCheck, ...] = (
         _find_copies_without_elasticity,
     ),
     RankCheck(
-        "`memory.fit` in an elastic run",
+        "`batch.micro_size auto` in an elastic run",
         "the size of micro-batches would change with the ranks",
         _find_elastic_fit,
     ),

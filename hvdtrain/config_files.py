@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def steps_or_epochs(
-    defaults: Iterable[str], contents: Iterable[Mapping[str, Any]], argv: Sequence[str]
-) -> list[str]:
-    """Return the flag that resets train.steps or train.epochs if a later layer sets the other."""
-    pair = ("train.steps", "train.epochs")
-    flags = [a[2:].partition("=") for a in argv if a.startswith("--")]
-    layers = [defaults, *(dotted(content) for content in contents), (name for name, *_ in flags)]
-    named = [{key for key in layer if key in pair} for layer in layers]
-    last = next((keys for keys in reversed(named) if keys), set())
-    others = set(pair) - last if last and "train.epochs" in set().union(*named) else set()
-    return [f"--{key}=0" for key in others]
+def flag_names(flags: Sequence[str]) -> Iterator[str]:
+    """Yield the keys of flags, `--key value`, `--key=value` or `--key+ value`."""
+    yield from (a[2:].partition("=")[0].rstrip("+") for a in flags if a.startswith("--"))
+
+
+def yaml_text(content: Mapping[str, Any]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(content, sort_keys=False))
 
 
 def dotted(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""Logging: a structured file for each rank, and rank 0's lines on the screen."""
+"""Logging: a structured file for each rank, and rank 0's lines on the screen.
+
+Debug lines are only in the files: they explain, and ask for no action.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from hvdtrain.text import styled
 from hvdtrain.untrusted import printable_lines
 
 logger = logging.getLogger("hvdtrain")
@@ -64,12 +68,14 @@ class _Screen(logging.Handler):
     """Handler whose lines do not break a progress bar on the same stream; None: stderr."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        super().__init__()
+        super().__init__(logging.INFO)
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        stream = self._stream or sys.stderr
+        stream, mark = self._stream or sys.stderr, ""
+        if record.levelno >= logging.WARNING:
+            color = "yellow" if record.levelno == logging.WARNING else "red"
+            mark = styled(f"{record.levelname.lower()}: ", color, stream)
         # An OSError means that the reader is gone: training continues.
         with suppress(OSError), tqdm.external_write_mode(file=stream):
             # One write per line, because a launcher prefixes each write.
@@ -79,7 +85,7 @@ class _Screen(logging.Handler):
 
 def to_screen(terminal: TextIO | None) -> None:
     """Log to a terminal, or to stderr without one; for rank 0."""
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     logger.addHandler(_Screen(terminal))
 
 
@@ -91,7 +97,7 @@ def to_file(directory: Path, rank: int, host: str) -> None:
     """
     handler = _File(directory / f"rank_{rank:05d}.jsonl", delay=True)
     handler.setFormatter(_Json(rank, host))
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     logger.addHandler(handler)
     handler.open()
 

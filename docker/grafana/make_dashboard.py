@@ -1,121 +1,116 @@
-"""Generate hvdtrain's Grafana dashboard from panels.py.
+"""Generate hvdtrain's Grafana dashboard from panels.py and docker/prometheus/runbook.md.
 
     python docker/grafana/make_dashboard.py > hvdtrain/deploy/dashboards/hvdtrain.json
 
-Grafana sees the JSON alone.
+It requires the test extra (grafana-foundation-sdk); Grafana sees the JSON alone.
 """
 
 from __future__ import annotations
 
 import json
+from itertools import count
 from typing import Any
 
-from panels import ROWS, RUN, Panel
+from grafana_foundation_sdk.builders import dashboard, prometheus
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import (
+    Dashboard,
+    DashboardCursorSync,
+    VariableOption,
+    VariableRefresh,
+    VariableSort,
+)
+from panels import DATASOURCE, ROWS, RUN, UID
 
-WIDTH = 24  # of Grafana's grid
-DATASOURCE = {"type": "prometheus", "uid": "$datasource"}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "timeseries": {
-        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
-        "tooltip": {"mode": "multi", "sort": "desc"},
-    },
-    "stat": {
-        "colorMode": "none",
-        "graphMode": "area",
-        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
-    },
-    "status-history": {"showValue": "never", "rowHeight": 0.9, "legend": {"showLegend": True}},
-}
+OPEN = "Overview"  # The other rows are folded, and Grafana queries them when they are opened.
+TOP = ("10", "20", "50", "100")
+SHOW_CHECKPOINTS = ("Throughput", "Step time, median and 99%", "Where the time goes")
 
 
-def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
-    # Grafana does not draw cells that are narrower than a few pixels.
-    few = {"maxDataPoints": 100} if panel.type == "status-history" else {}
-    return {
-        "id": number,
-        "type": panel.type,
-        "title": panel.title,
-        "description": panel.description,
-        "datasource": DATASOURCE,
-        "gridPos": {"x": x, "y": y, "w": panel.width, "h": panel.height},
-        **few,
-        "fieldConfig": {"defaults": {"unit": panel.unit, **panel.more}, "overrides": []},
-        "options": OPTIONS[panel.type],
-        "targets": [
-            {
-                "refId": chr(ord("A") + i),
-                "datasource": DATASOURCE,
-                "expr": expr,
-                "legendFormat": legend,
-            }
-            for i, (legend, expr) in enumerate(panel.queries.items())
-        ],
-    }
+def option(text: str, value: str) -> VariableOption:
+    return VariableOption(selected=value in ("$__all", TOP[0]), text=text, value=value)
 
 
-def panels_json() -> list[dict[str, Any]]:
-    """Place rows one below the other; panels fill each row line by line."""
-    found: list[dict[str, Any]] = []
-    y = 0
-    for title, panels in ROWS.items():
-        place = {"x": 0, "y": y, "w": WIDTH, "h": 1}
-        row = {"id": len(found) + 1, "type": "row", "title": title, "collapsed": False}
-        found.append({**row, "gridPos": place, "panels": []})
-        x, y = 0, y + 1
-        for panel in panels:
-            if x + panel.width > WIDTH:
-                x, y = 0, y + panel.height
-            found.append(panel_json(panel, len(found) + 1, x, y))
-            x += panel.width
-        y += panels[-1].height
-    return found
+def variables() -> list[Any]:
+    def labels(name: str, label: str, metric: str) -> dashboard.QueryVariable:
+        query = f"label_values({metric}, {name})"
+        made = dashboard.QueryVariable(name).label(label).datasource(DATASOURCE)
+        return made.query(query).definition(query).refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+
+    newest_first, by_number = VariableSort.ALPHABETICAL_DESC, VariableSort.NUMERICAL_ASC
+    ranks = labels("rank", "Rank", f"hvdtrain_world_size{{{RUN}}}").sort(by_number).multi(True)
+    return [
+        dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"),
+        labels("run", "Run", "hvdtrain_world_size").sort(newest_first),
+        ranks.include_all(True).all_value(".*").current(option("All", "$__all")),
+        dashboard.CustomVariable("top")
+        .label("Ranks per panel")
+        .description("Panels by rank show this many ranks; their description says which.")
+        .values(",".join(TOP))
+        .current(option(TOP[0], TOP[0]))
+        .options([option(number, number) for number in TOP]),
+    ]
 
 
-def variable(name: str, label: str, metric: str, **more: Any) -> dict[str, Any]:
-    query = f"label_values({metric}, {name})"
-    return {
-        "name": name,
-        "label": label,
-        "type": "query",
-        "datasource": DATASOURCE,
-        "query": {"query": query, "refId": f"variable-{name}"},
-        "refresh": 2,  # when the time range changes
-        "sort": 2 if name == "run" else 3,  # run: by name, the newest first; rank: by number
-        **more,
-    }
+def annotation(name: str, color: str, expr: str) -> dashboard.AnnotationQuery:
+    query = prometheus.Dataquery().ref_id("Anno").expr(expr).interval("60s").range()
+    made = dashboard.AnnotationQuery().name(name).title_format(name).icon_color(color)
+    return made.datasource(DATASOURCE).enable(True).target(query)
 
 
-def dashboard() -> dict[str, Any]:
-    source = {"name": "datasource", "label": "Data source", "type": "datasource"}
-    return {
-        "uid": "hvdtrain",
-        "title": "hvdtrain",
-        "description": "One run of hvdtrain: generated by docker/grafana/make_dashboard.py",
-        "tags": ["hvdtrain"],
-        "schemaVersion": 39,
-        "editable": False,
-        "graphTooltip": 1,
-        "refresh": "30s",
-        "time": {"from": "now-1h", "to": "now"},
-        "timezone": "browser",
-        "templating": {
-            "list": [
-                {**source, "query": "prometheus"},
-                variable("run", "Run", "hvdtrain_world_size"),
-                variable(
-                    "rank",
-                    "Rank",
-                    f"hvdtrain_world_size{{{RUN}}}",
-                    multi=True,
-                    includeAll=True,
-                    allValue=".*",
-                    current={"text": ["All"], "value": ["$__all"]},
-                ),
-            ]
-        },
-        "panels": panels_json(),
-    }
+def rises(series: str) -> str:
+    """Build the condition for the first point after an increase.
+
+    The series of a dead rank 0 counts too, otherwise the first point of its successor would rise.
+    """
+    return f"max({series}) > max(last_over_time({series}[1d] offset $__interval))"
+
+
+def annotations(panels: list[Any]) -> list[dashboard.AnnotationQuery]:
+    """Mark restarts in all panels, and checkpoints where they explain something."""
+    titles = {*SHOW_CHECKPOINTS, *(made.build().title for made in ROWS["Checkpoints"])}
+    ids = [panel.id_val for panel in panels if panel.title in titles]
+    saved_at = f"max(hvdtrain_last_checkpoint_timestamp_seconds{{{RUN}}}) * 1000"
+    return [
+        annotation("Restart", "red", rises(f"hvdtrain_restarts_total{{{RUN}}}")),
+        annotation(
+            "Checkpoint",
+            "blue",
+            f"{saved_at} and {rises(f'hvdtrain_last_checkpoint_step{{{RUN}}}')}",
+        )
+        .use_value_for_time(True)
+        .filter(dashboard.AnnotationPanelFilter().ids(ids)),
+    ]
+
+
+def build() -> Dashboard:
+    made = (
+        dashboard.Dashboard("hvdtrain")
+        .uid(UID)
+        .description("One run of hvdtrain. Generated by docker/grafana/make_dashboard.py.")
+        .tags(["hvdtrain"])
+        .editable()
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .refresh("30s")
+        .time("now-1h", "now")
+        .timezone("browser")
+        .variables(variables())
+    )
+    ids, panels = count(1), []
+    for title, content in ROWS.items():
+        row = dashboard.Row(title).id(next(ids))
+        for panel in content:
+            if panel.build().id_val is None:
+                panel.id(next(ids))
+            if title != OPEN:
+                row.with_panel(panel)
+            panels.append(panel.build())
+        made.with_row(row)
+        if title == OPEN:
+            for panel in content:
+                made.with_panel(panel)
+    return made.annotations(annotations(panels)).build()
 
 
 if __name__ == "__main__":
-    print(json.dumps(dashboard(), indent=2))
+    print(json.dumps(build(), indent=1, cls=JSONEncoder))

@@ -11,7 +11,7 @@ torch.manual_seed(0)
 model = resnet()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 images, labels = torch.randn(8, 3, 12, 12), torch.randint(4, (8,))
-config = {"batch.global_size": 24, "train.steps": 110}
+config = {"batch.global_size": 24, "train.duration": 110}
 rates = []
 with hvdtrain.training(model, optimizer, config=config) as training:
     for step in training:

@@ -11,7 +11,7 @@ data = TensorDataset(torch.tensor(images).float() / 16, torch.tensor(labels))
 train, test = random_split(data, [1600, len(data) - 1600])
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-config = {"batch.global_size": 16, "batch.micro_size": 4, "train.epochs": 3}
+config = {"batch.global_size": 16, "batch.micro_size": 4, "train.duration": "3epochs"}
 
 
 def evaluate():

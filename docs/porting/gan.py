@@ -17,7 +17,7 @@ generator, critic = network(2), network(1)
 generator_optimizer = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))
 critic_optimizer = torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.999))
 optimizers = {"generator": generator_optimizer, "critic": critic_optimizer}
-config = {"batch.global_size": 32, "train.epochs": 2}
+config = {"batch.global_size": 32, "train.duration": "2epochs"}
 model = nn.ModuleList([generator, critic])
 with hvdtrain.training(model, optimizers, data, config=config) as training:
     for step in training:

@@ -17,7 +17,7 @@ train, test = ImageFolder(f"{args.images}/train"), ImageFolder(f"{args.images}/v
 model = resnet()
 base_lr = 0.1
 optimizer = torch.optim.SGD(model.parameters(), lr=base_lr, momentum=0.9, weight_decay=5e-5)
-config = {"batch.global_size": 16, "batch.micro_size": 4, "train.epochs": args.epochs}
+config = {"batch.global_size": 16, "batch.micro_size": 4, "train.duration": f"{args.epochs}epochs"}
 
 
 def mirrored(x):

@@ -27,7 +27,7 @@ class Corridor:
 torch.manual_seed(0)
 policy = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2))
 optimizer = torch.optim.Adam(policy.parameters(), lr=0.01)
-config = {"batch.global_size": 24, "train.steps": 60}
+config = {"batch.global_size": 24, "train.duration": 60}
 
 
 def play(seed, baseline):

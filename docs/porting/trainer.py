@@ -65,7 +65,7 @@ x = torch.randn(512, 16)
 data = [{"x": row, "labels": row.sin().sum(0, keepdim=True)} for row in x]
 model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 1))
 trainer = Trainer(model, TrainingArguments(), data[:448], data[448:], [TrainerCallback()])
-config = {"batch.global_size": 16, "train.steps": 90, "optim.clip_norm": 1.0}
+config = {"batch.global_size": 16, "train.duration": 90, "optim.clip_norm": 1.0}
 with hvdtrain.training(model, trainer.optimizer, trainer.data, config=config) as training:
     training.state["scheduler"] = trainer.scheduler
     trainer.train()

@@ -3,7 +3,8 @@
     python docs/site/build.py
 
 `make docs-site` does that. Pages lie in the site as in the repository, so their links hold on both;
-the order of the pages is that of docs/README.md. A broken link or anchor ends it with exit code 1.
+their groups and order are those of docs/README.md. A broken link or anchor ends it with exit
+code 1.
 """
 
 from __future__ import annotations
@@ -24,15 +25,28 @@ INDEX = "docs/README.md"
 API = "docs/api.md"
 
 
+def groups() -> dict[str, list[tuple[str, str]]]:
+    """Heading of the index -> (title, path in the repository) of each page below it, in order."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for section in (REPOSITORY / INDEX).read_text().split("\n## ")[1:]:
+        rows = re.findall(r"^\|.*\| \[(.+?)\]\((.+?)\) \|$", section, re.MULTILINE)
+        paths = [(title, (REPOSITORY / "docs" / link).resolve()) for title, link in rows]
+        found[section.partition("\n")[0]] = [
+            (title, str(path.relative_to(REPOSITORY))) for title, path in paths
+        ]
+    return found
+
+
 def pages() -> list[tuple[str, str]]:
     """(title, path in the repository) of each page, in the order of the index."""
-    rows = re.findall(r"^\| \[(.+?)\]\((.+?)\) \|", (REPOSITORY / INDEX).read_text(), re.MULTILINE)
-    found = [(title, (REPOSITORY / "docs" / link).resolve()) for title, link in rows]
-    return [(title, str(path.relative_to(REPOSITORY))) for title, path in found]
+    return [page for group in groups().values() for page in group]
 
 
 def stage(directory: Path, paths: list[str]) -> None:
-    """Copies the pages, and what they show, to where they lie in the repository."""
+    """Copies the pages, and what they show, to where they lie in the repository.
+
+    Docstrings of the public interface follow at the end of its page.
+    """
     shutil.rmtree(directory, ignore_errors=True)
     shown = [
         *(REPOSITORY / "docs/images").iterdir(),
@@ -42,16 +56,18 @@ def stage(directory: Path, paths: list[str]) -> None:
     for path in [*paths, *(str(file.relative_to(REPOSITORY)) for file in shown)]:
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / path, directory / path)
-    shutil.copy(HERE / "api.md", directory / API)
+    with (directory / API).open("a") as file:
+        file.write((HERE / "api.md").read_text())
 
 
 def configuration(source: Path, site: Path) -> dict[str, Any]:
     """mkdocs.yml with what this script knows."""
     text = (HERE / "mkdocs.yml").read_text()
     found: dict[str, Any] = yaml.safe_load(text)
-    nav = [{"Home": "README.md"}, {"Documentation": INDEX}]
-    nav += [{title: path} for title, path in pages()]
-    nav.append({"API": API})
+    nav: list[dict[str, Any]] = [{"Home": "README.md"}, {"Documentation": INDEX}]
+    nav += [
+        {heading: [{title: path} for title, path in group]} for heading, group in groups().items()
+    ]
     handlers = found["plugins"][1]["mkdocstrings"]["handlers"]
     handlers["python"]["paths"] = [str(REPOSITORY)]
     return {**found, "docs_dir": str(source), "site_dir": str(site), "nav": nav}

@@ -12,6 +12,17 @@ _END_SECONDS = 5.0
 _WAITING = 100_000  # pieces of output that wait for a slow terminal
 
 
+def rank_prefix(number: int, stream: str, line: str) -> str:
+    """Return a rank's name for a line that does not name its rank; rank 0's lines have none.
+
+    Args:
+        number: number of the process.
+        stream: "stdout" or "stderr".
+    """
+    named = number == 0 or (stream == "stderr" and line.startswith("hvdtrain: "))
+    return "" if named else f"[{number}]<{stream}>:"
+
+
 class RankOutput:
     """Prints the ranks' output in a thread: a terminal that is stopped must not stop the driver.
 
@@ -22,7 +33,7 @@ class RankOutput:
 
     def __init__(
         self,
-        prefix: Callable[[int, str, str], str],
+        prefix: Callable[[int, str, str], str] = rank_prefix,
         copy: Callable[[int, str, str], None] = lambda *_: None,
     ) -> None:
         self._prefix, self._copy = prefix, copy

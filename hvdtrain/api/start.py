@@ -82,7 +82,7 @@ def run(
         UserError: an argument, a key or the data is wrong (exit code 2).
 
     Example:
-        >>> keys = {"train.steps": 2, "run.id": "a"}
+        >>> keys = {"train.duration": 2, "run.id": "a"}
         >>> result = hvdtrain.run("digits", np=2, config=keys)
         >>> result.exit_code, result.directory.name, "loss" in result.metrics
         (0, 'a', True)

@@ -125,7 +125,8 @@ def training(
         config: a YAML file or a preset, or keys of the configuration as for `hvdtrain.run`. With
             {"run.root": None} the run leaves no files; for one process.
         metrics: names of further values that `step.backward` gets.
-        argv: words of which keys of the configuration override `config`, such as --train.steps 100;
+        argv: words of which keys of the configuration override `config`, such as
+            --train.duration 100;
             all others are the script's own. Default: the command line; in a notebook, none.
 
     Raises:
@@ -137,7 +138,7 @@ def training(
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> data = [(torch.ones(2), torch.ones(1))] * 64
-        >>> keys = {"train.steps": 2, "batch.global_size": 8, "telemetry.port": 0}
+        >>> keys = {"train.duration": 2, "batch.global_size": 8, "telemetry.port": 0}
         >>> with hvdtrain.training(model, optimizer, data, config=keys) as training:
         ...     for step in training:
         ...         with step:
@@ -150,8 +151,9 @@ def training(
     task = f"--task={Script.__module__}:{Script.__name__}"
     try:
         own = _checked(model, optimizer)
+        file, flags = list[str](), list[str]()
         if isinstance(config, str | Path):
-            flags = [f"--config={config}"]
+            file = [f"--config={config}"]
         else:
             flags = [*config_flags(config or {})]
         in_notebook = _interactive() and not hasattr(sys.modules["__main__"], "__file__")
@@ -163,8 +165,8 @@ def training(
                 raise UserError("run.root null, without files of the run, is for one process")
             temporary = TemporaryDirectory(prefix="hvdtrain-", ignore_cleanup_errors=True)
             flags[flags.index("--run.root=null")] = f"--run.root={temporary.name}"
-        settings = parse([task, *_less_length(flags, own_flags), *own_flags])
-        if settings.config.parallel.spans_ranks or settings.config.parallel.zero:
+        settings = parse([task, *file, *own_flags], flags)
+        if settings.config.parallel.any:
             raise UserError(
                 "parallel.*: a script with its own loop trains a model that every rank holds "
                 "completely; write a task for models that span ranks (docs/custom-tasks.md)"
@@ -268,8 +270,8 @@ class Training:
         session = self._session
         if self._code is None and (error is None or isinstance(error, SystemExit)):
             error = UserError(
-                "the loop was left before its end: it ends by itself after train.steps; to end it "
-                "earlier call training.finish()"
+                "the loop was left before its end: it ends by itself after train.duration; to end "
+                "it earlier call training.finish()"
                 if self._steps is not None
                 else "the block has no loop: for step in training"
             )
@@ -433,14 +435,6 @@ def _reported(error: UserError, stop: StopFlag) -> BaseException:
 def _interactive() -> bool:
     """Whether this is the process of a notebook or an interactive shell, which continues."""
     return hasattr(sys, "ps1")
-
-
-def _less_length(flags: list[str], later: Sequence[str]) -> list[str]:
-    """Return the flags without the run's length if later flags set it, in steps or in epochs."""
-    keys = ("--train.steps", "--train.epochs")
-    if any(word.partition("=")[0] in keys for word in later):
-        return [flag for flag in flags if flag.partition("=")[0] not in keys]
-    return flags
 
 
 def _checked(model: object, optimizer: object) -> Optimizer:

@@ -468,7 +468,8 @@ def check_order(order: Order, start: int, stop: int, limit: int = LIMIT) -> Orde
         start, stop: positions in the order, stop not included.
     """
     size = order.size
-    epochs = range(start // size, -(-stop // size))
+    # A source of a mixture may have no samples in these steps.
+    epochs = range(start // size, -(-stop // size) if start < stop else start // size)
     spread = epochs[:: -(-len(epochs) * min(size, limit) // limit) or 1]
     checked, repeated = 0, []
     for epoch in spread:

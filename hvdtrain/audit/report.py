@@ -219,7 +219,7 @@ def _ranks(ranks: list[int]) -> str:
 def _samples(audit: Audit) -> list[str]:
     lines = [
         f"steps {s.first} to {s.last}: samples {s.sample_start} to {s.sample_stop - 1} of the "
-        f"order, {s.world_size} ranks, generation {s.generation}"
+        f"order, {plural(s.world_size, 'rank')}, generation {s.generation}"
         for s in audit.lineage.segments
     ]
     return [*lines, *(_epochs(audit, *named) for named in audit.orders.items())]

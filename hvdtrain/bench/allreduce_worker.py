@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
@@ -33,7 +33,8 @@ class Side:
     Args:
         all_reduce: replaces a float32 vector by its sum over the ranks; the sum is complete when
             it returns.
-        leave: ends the ranks together, if their library does not do so at exit.
+        leave: called before the rank exits; ends its threads, or the ranks together if their
+            library does not do so at exit.
     """
 
     rank: int
@@ -104,15 +105,25 @@ def _horovod(hierarchical: bool = False, computing: bool = False) -> Side:
     def all_reduce(values: Tensor) -> None:
         completed(begin_sum(values, f"bench.{values.numel()}"))
 
-    if computing:
-        threading.Thread(target=_compute, daemon=True).start()
-    return Side(topology.rank, topology.world_size, torch.device("cpu"), all_reduce)
+    side = Side(topology.rank, topology.world_size, torch.device("cpu"), all_reduce)
+    if not computing:
+        return side
+    stop = threading.Event()
+    thread = threading.Thread(target=_compute, args=(stop,), daemon=True)
+    thread.start()
+
+    def leave() -> None:
+        """End the thread: an interpreter that exits while torch computes in it aborts."""
+        stop.set()
+        thread.join()
+
+    return replace(side, leave=leave)
 
 
-def _compute() -> None:
+def _compute(stop: threading.Event) -> None:
     a = torch.ones(_COMPUTED, _COMPUTED)
     product = torch.empty_like(a)
-    while True:
+    while not stop.is_set():
         torch.mm(a, a, out=product)
 
 

@@ -29,7 +29,7 @@ class AppLoop:
     the log file, the exporter, and the line on the screen, which goes to a file here.
 
     Args:
-        settings: eval.every and checkpoint.every must be 0 if steps are timed; train.steps is
+        settings: eval.every and checkpoint.every must be 0 if steps are timed; train.duration is
             the length of the whole run, for the schedule.
         directory: existing directory for files.
         data: the task and its datasets, if another loop shares them.

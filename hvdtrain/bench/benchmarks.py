@@ -40,7 +40,7 @@ def memory(flags: Sequence[str], steps: int, rounds: int) -> Report:
     own, plain = [], []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as root:
-            run = [f"--run.root={root}", f"--train.steps={steps}", QUIET[-1]]
+            run = [f"--run.root={root}", f"--train.duration={steps}", QUIET[-1]]
             own.append(measure(worker("memory-hvdtrain", steps, [*flags, *run]))["peak_bytes"])
         plain.append(measure(worker("memory-plain", steps, [*flags, *QUIET]))["peak_bytes"])
     metrics = [

@@ -166,7 +166,7 @@ def _run(flags: Sequence[str], steps: int, ranks: RankPlacement, root: Path) -> 
     with tempfile.TemporaryDirectory(dir=root) as path:
         own = [
             *(f"--run.root={path}", "--run.id=bench", "--run.resume=auto"),
-            *(f"--train.steps={steps}", "--train.log_every=1"),
+            *(f"--train.duration={steps}", "--train.log_every=1"),
             *(f"--eval.every={steps}", f"--telemetry.exchange_every={WARM_UP_STEPS}"),
         ]
         command = [sys.executable, *RANK, *flags, *own]

@@ -30,7 +30,12 @@ _END_S = 20.0
 # Timeout of a collective; frozen ranks do not respond for a while.
 _COLLECTIVE_TIMEOUT_S = 600
 # Omit what is not part of a plain step; two concurrent jobs cannot serve on one port.
-_FLAGS = ("--eval.every=0", "--checkpoint.every=0", "--telemetry.port=0", "--train.steps=1000000")
+_FLAGS = (
+    "--eval.every=0",
+    "--checkpoint.every=0",
+    "--telemetry.port=0",
+    "--train.duration=1000000",
+)
 
 
 def train(python: str, flags: Sequence[str], root: Path) -> list[str]:

@@ -93,7 +93,7 @@ class PlainLoop:
         specification = specification_of(dataset, config.loader)
         order = build_order(specification, config.seed, config.batch.global_size)
         samples = order.samples(0, config.train.steps * config.batch.global_size)
-        micro_batches = samples.reshape(-1, config.batch.micro_size)[rank::world_size]
+        micro_batches = samples.reshape(-1, config.batch.micro_samples)[rank::world_size]
         self.batches = iter(DataLoader(dataset, batch_sampler=micro_batches.tolist()))
 
     def run(self, steps: int) -> float:

@@ -58,7 +58,7 @@ def _overhead(settings: Settings, steps: int, rounds: int, directory: Path) -> d
     from hvdtrain.bench.plain import PlainLoop
     from hvdtrain.run.data import build_data
 
-    settings.config.train.steps = IDENTICAL_AFTER + rounds * steps
+    settings.config.train.duration = IDENTICAL_AFTER + rounds * steps
     task, datasets = build_data(settings)
     app = AppLoop(settings, directory, (task, datasets))
     plain = PlainLoop(task, datasets.train, settings.config)
@@ -81,7 +81,7 @@ def _rate_of_hvdtrain(settings: Settings, steps: int, _: int, directory: Path) -
     from hvdtrain.bench.app import AppLoop
 
     # The run never ends, because the work at its end is not part of a step.
-    settings.config.train.steps = WARM_UP_STEPS + steps + 1
+    settings.config.train.duration = WARM_UP_STEPS + steps + 1
     app = AppLoop(settings, directory)
     app.run(WARM_UP_STEPS)
     rate = settings.config.batch.global_size * steps / app.run(steps)
@@ -100,7 +100,7 @@ def _rate_of_plain(
 
     join_ranks()
     rank, size = dist.get_rank(), dist.get_world_size()
-    settings.config.train.steps = WARM_UP_STEPS + steps
+    settings.config.train.duration = WARM_UP_STEPS + steps
     task = build_task(settings)
     loop = PlainLoop(task, task.datasets().train, settings.config, rank, size, exchange)
     loop.run(WARM_UP_STEPS)
@@ -125,7 +125,7 @@ def _checkpoint(settings: Settings, steps: int, rounds: int, directory: Path) ->
     from hvdtrain.checkpoint.manager import CheckpointManager
     from hvdtrain.checkpoint.writer import CheckpointWriter
 
-    settings.config.train.steps = WARM_UP_STEPS + (2 * rounds + 1) * 2 * steps
+    settings.config.train.duration = WARM_UP_STEPS + (2 * rounds + 1) * 2 * steps
     app = AppLoop(settings, directory)
     app.run(WARM_UP_STEPS)
     root = Path(settings.config.run.root)
@@ -233,7 +233,7 @@ def _memory_of_plain(settings: Settings, steps: int, _: int, directory: Path) ->
     from hvdtrain.bench.plain import PlainLoop
     from hvdtrain.run.data import build_task
 
-    settings.config.train.steps = steps
+    settings.config.train.duration = steps
     task = build_task(settings)
     PlainLoop(task, task.datasets().train, settings.config).run(steps)
     return {"peak_bytes": _peak_bytes()}

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from hvdtrain.config_tiers import basic, expert
 from hvdtrain.errors import require
 
 
@@ -21,7 +22,7 @@ class MemoryCopiesConfig:
     """
 
     every: int = 0
-    copies: int = 1
+    copies: int = expert(1)
 
     def __post_init__(self) -> None:
         require(
@@ -47,13 +48,13 @@ class CheckpointConfig:
         mirror_wait_seconds: longest wait for uploads at the end of the run
     """
 
-    every: int = 100
+    every: int = basic(100)
     every_seconds: float = 0.0
     keep: int = 3
     keep_best: bool = False
     memory: MemoryCopiesConfig = field(default_factory=MemoryCopiesConfig)
     mirror: str | None = None
-    mirror_wait_seconds: float = 600.0
+    mirror_wait_seconds: float = expert(600.0)
 
     def __post_init__(self) -> None:
         require(self.every >= 0, f"checkpoint.every must be >= 0 (0 = never), not {self.every}")

@@ -5,7 +5,8 @@
         optimizer.safetensors   "parameter name/entry"
         ema.safetensors         averaged weights, by name, with optim.ema_decay
         NAME.rank_00003.safetensors   state that only rank 3 holds; most runs have no such file.
-                                With parallel.zero the optimizer state is in such files, in shards
+                                With parallel.shard.stage 1 the optimizer state is in such files, in
+                                shards
         state.json              step, samples, seed, fingerprint of the data, ...
         files.json              size and sha256 of each file above
         complete                sha256 of files.json; without it this is not a checkpoint

@@ -112,7 +112,7 @@ def _add_allreduce(actions: Any) -> None:
     action.add_argument(
         "--rounds", type=at_least(1), default=3, help="turns (default: %(default)s)"
     )
-    action.add_argument("--plot", type=Path, metavar="FILE.svg", help="also plot bus bandwidths")
+    action.add_argument("--plot", type=Path, metavar="FILE.html", help="also plot bus bandwidths")
     _add_format(action)
 
 
@@ -141,7 +141,7 @@ def _add_exchange(actions: Any) -> None:
     action.add_argument(
         "--rounds", type=at_least(1), default=1, help="turns (default: %(default)s)"
     )
-    action.add_argument("--plot", type=Path, metavar="FILE.svg", help="also plot losses over time")
+    action.add_argument("--plot", type=Path, metavar="FILE.html", help="also plot losses over time")
     _add_format(action)
     _add_flags(action)
 
@@ -194,9 +194,10 @@ def _allreduce(args: argparse.Namespace) -> AllreduceReport:
         check_plot(args.plot)  # before measuring, which takes minutes
     report = allreduce(sizes, args.rounds, args.np, hosts)
     if args.plot is not None:
-        from hvdtrain.report.bench_plots import bandwidth_svg
+        from hvdtrain.report import bench_charts, html
 
-        write_atomic(args.plot, bandwidth_svg(report.bus_bandwidths()).encode())
+        chart = bench_charts.bandwidth(report.bus_bandwidths())
+        write_atomic(args.plot, html.of_chart("hvdtrain bench allreduce", chart).encode())
     return report
 
 
@@ -208,32 +209,35 @@ def _exchange(args: argparse.Namespace) -> ExchangeReport:
         parse_strategies,
     )
     from hvdtrain.bench.processes import choose_hosts
-    from hvdtrain.config import parse
+    from hvdtrain.config import parse, with_current_names
     from hvdtrain.exchange.config import STRATEGIES
 
     check_steps(args.steps)
     strategies = parse_strategies(args.strategies or ",".join(STRATEGIES))
     hosts = choose_hosts(args.hosts, args.np) if args.hosts else None
-    flags = ["--config", args.preset, *args.flags]
-    _check_shares(parse(flags).config.batch.micro_batches, [args.np])
+    words = ["--config", args.preset, *args.flags]
+    flags = with_current_names(words)
+    _check_shares(parse(words).warn().config.batch.micro_batches, [args.np])
     if args.plot is not None:
         check_plot(args.plot)
     ranks = RankPlacement(args.np, hosts, args.launcher)
     report = exchange(flags, strategies, args.steps, args.rounds, ranks)
     if args.plot is not None:
-        from hvdtrain.report.bench_plots import loss_svg
+        from hvdtrain.report import bench_charts, html
 
         curves = {name: found[0].smoothed() for name, found in report.curves.items()}
-        write_atomic(args.plot, loss_svg(curves).encode())
+        chart = bench_charts.losses(curves)
+        write_atomic(args.plot, html.of_chart("hvdtrain bench exchange", chart).encode())
     return report
 
 
 def _of_a_run(args: argparse.Namespace) -> Report:
     from hvdtrain.bench import benchmarks, elastic
-    from hvdtrain.config import parse
+    from hvdtrain.config import parse, with_current_names
 
-    flags = ["--config", args.preset, *_FLAGS.get(args.action, ()), *args.flags]
-    config = parse(flags).config
+    own = _FLAGS.get(args.action, ())
+    words = ["--config", args.preset, *own, *args.flags]
+    flags, config = with_current_names(words), parse(words).warn().config
     if args.action == "scaling":
         scale = benchmarks.Scale(args.np, args.hosts, config.batch.global_size, args.weak)
         if not scale.weak:

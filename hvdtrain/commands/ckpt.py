@@ -21,6 +21,7 @@ from hvdtrain.checkpoint.export import (
     write_files_of,
 )
 from hvdtrain.checkpoint.layout import DamagedError, best, finished, loss_of, named, verify
+from hvdtrain.config_renames import recorded
 from hvdtrain.errors import UserError
 from hvdtrain.untrusted import parse_yaml, printable, read_regular
 
@@ -139,7 +140,7 @@ def _verify(args: argparse.Namespace) -> None:
     for directory in _checkpoints(args.path, named):
         try:
             size = verify(directory)
-            print(f"{printable(str(directory))}: intact, {size} bytes")
+            print(f"{printable(str(directory))}: intact, {size / 2**20:.1f} MiB")
         except DamagedError as error:
             damaged.append(str(error))
             print(f"{printable(str(directory))}: DAMAGED")
@@ -233,7 +234,8 @@ def _model_config(checkpoint: Path) -> dict[str, Any]:
 
     path = _config_file(checkpoint)
     try:
-        config = parse_yaml(read_regular(path))
+        content = parse_yaml(read_regular(path))
+        config = recorded(content) if isinstance(content, dict) else content
         if not isinstance(config, dict) or not isinstance(config.get("task"), str):
             raise ValueError("it names no task")
     except ValueError as error:

@@ -138,7 +138,7 @@ def _of_configuration() -> _Place:
     from hvdtrain.tasks import BUILT_IN, installed, load_class, optional
 
     owners = [Config, *(optional(load_class(task), "Config") for task in BUILT_IN)]
-    found = {"--config": [*presets()], "--help": [], "--print_config": []}
+    found = {"--config": [*presets()], "--help": ["all"], "--print_config": []}
     for owner in filter(None, owners):
         for key, hint in _keys(owner, ""):
             found[f"--{key}"] = _choices(hint)

@@ -172,12 +172,12 @@ def _columns(args: argparse.Namespace, ranks: RankGroup) -> None:
             f"hvdtrain data columns is for the task tabular, not {settings.config.task}"
         )
     assert settings.task_config is not None
-    config = settings.task_config.tabular
-    if args.out.suffix != ".json" or config.columns is not None:
+    config = settings.task_config
+    if args.out.suffix != ".json" or config.tabular.columns is not None:
         raise UserError("--out names a .json file, and tabular.columns is not given: it is made")
     table, wanted = open_training(config, ranks)
     began = time.perf_counter()
-    columns = scan_columns(config, table, wanted, ranks)
+    columns = scan_columns(config.tabular, table, wanted, ranks)
     seconds = time.perf_counter() - began
     if ranks.rank == 0:
         try:

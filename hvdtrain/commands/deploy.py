@@ -12,11 +12,17 @@ from hvdtrain.commands.arguments import at_least
 from hvdtrain.commands.output import write_out
 
 _BATCH = ("nodes", "ranks", "cpus", "gpus", "time", "queue", "module", "venv", "image")
+_OBJECTS = (
+    *("nodes", "ranks", "cpus", "gpus", "image", "gpu-image", "min-nodes"),
+    *("memory", "storage", "storage-class", "monitoring"),
+)
+_DIRECTORIES = ("kubernetes", "trainjob")  # targets of several files
 # target -> (help line, options in addition to the common ones)
 _TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "slurm": ("a script for sbatch, requeued until the run has ended", _BATCH),
     "pbs": ("a script for qsub, submitted again until the run has ended", _BATCH),
     "lsf": ("a script for bsub, requeued until the run has ended", _BATCH),
+    "flux": ("an elastic script for flux batch, submitted again until the run has ended", _BATCH),
     "mpirun": ("a script for hosts without a batch system", ("hosts", "module", "venv", "image")),
     "compose": (
         "training nodes in containers of one machine",
@@ -24,10 +30,11 @@ _TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "kubernetes": (
         "an elastic Job with its volume and network policy, for kubectl apply -k",
-        (
-            *("nodes", "ranks", "cpus", "gpus", "image", "gpu-image", "min-nodes"),
-            *("memory", "storage", "storage-class", "monitoring"),
-        ),
+        _OBJECTS,
+    ),
+    "trainjob": (
+        "the same as a TrainJob of Kubeflow Trainer 2, for kubectl apply -k",
+        _OBJECTS,
     ),
 }
 
@@ -35,11 +42,11 @@ _TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
     for target, (line, options) in _TARGETS.items():
-        own = targets.add_parser(target, help=line, description=line)
+        own = targets.add_parser(target, help=line, description=f"{line[0].upper()}{line[1:]}.")
         for option in ("name", *options, "grace"):
             own.add_argument(f"--{option}", default=argparse.SUPPRESS, **_options()[option])
-        what = "DIRECTORY" if target == "kubernetes" else "FILE"
-        otherwise = "kubernetes" if target == "kubernetes" else "stdout"
+        what = "DIRECTORY" if target in _DIRECTORIES else "FILE"
+        otherwise = target if target in _DIRECTORIES else "stdout"
         own.add_argument(
             "--out", type=Path, metavar=what, help=f"output path (default: {otherwise})"
         )
@@ -106,17 +113,17 @@ def run(args: argparse.Namespace) -> int:
     from hvdtrain.launch.hostfile import parse_hosts
 
     keys = args.training[1:] if args.training[:1] == ["--"] else args.training
-    if args.target == "kubernetes" and args.out is None:
-        args.out = Path("kubernetes")
+    if args.target in _DIRECTORIES and args.out is None:
+        args.out = Path(args.target)
     given = {f.name: getattr(args, f.name) for f in fields(Job) if hasattr(args, f.name)}
     given["modules"] = tuple(given.get("modules", ()))
     given["hosts"] = tuple(parse_hosts(args.hosts)) if "hosts" in given else ()
     given.setdefault("venv", _own_environment())
-    job = Job(**given, keys=tuple(keys), run_id=parse(keys).config.run.id)
+    job = Job(**given, keys=tuple(keys), run_id=parse(keys).warn().config.run.id)
     files = TARGETS[args.target](job)
     if job.out is None:
         print(*files.values(), sep="", end="")
-    elif args.target == "kubernetes":
+    elif args.target in _DIRECTORIES:
         for name, text in files.items():
             write_out(job.out / name, text, make_directory=True)
         print(job.out)

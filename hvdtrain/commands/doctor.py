@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hvdtrain.commands.arguments import at_least
 from hvdtrain.errors import EXIT_CRASH, UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,14 +50,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _examine_hosts(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from hvdtrain.config import parse
     from hvdtrain.doctor.examine import Request, examine
     from hvdtrain.doctor.findings import examination_json, failed, notes, show
     from hvdtrain.launch.hostfile import read_hosts, total_slots
 
-    root = parse(args.words).config.run.root
+    root = parse(args.words).warn().config.run.root
     named = args.hosts or args.hostfile or args.slurm
     hosts = read_hosts(args.hosts, args.hostfile, args.slurm) if named else []
     if args.np and hosts and total_slots(hosts) < args.np:
@@ -65,8 +67,15 @@ def _examine_hosts(args: argparse.Namespace) -> int:
     if args.format == "json":
         print(examination_json(found))
     else:
-        show(found.findings, list(notes(found)), Console())
+        show(found.findings, list(notes(found)), _console())
     return EXIT_CRASH if failed(found.findings) else 0
+
+
+def _console() -> Console:
+    """Return the terminal; in a file or a pipe, the table gets a fixed width."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def _notice(text: str) -> None:
@@ -74,8 +83,6 @@ def _notice(text: str) -> None:
 
 
 def _examine_run(directory: Path, form: str) -> int:
-    from rich.console import Console
-
     from hvdtrain.doctor.findings import as_json, failed, show
     from hvdtrain.doctor.runs import diagnose
 
@@ -83,5 +90,5 @@ def _examine_run(directory: Path, form: str) -> int:
     if form == "json":
         print(as_json(findings, run=str(directory), ended=how))
     else:
-        show(findings, [how], Console())
+        show(findings, [how], _console())
     return EXIT_CRASH if failed(findings) else 0

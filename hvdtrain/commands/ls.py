@@ -9,9 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.output import finite
 from hvdtrain.run_files.listing import ListedRun, runs_under
-from hvdtrain.text import aligned
+from hvdtrain.text import aligned, finite
 from hvdtrain.untrusted import printable
 
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))

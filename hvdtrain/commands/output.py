@@ -1,11 +1,9 @@
-"""Output of commands: files, plots, JSON."""
+"""Output of commands: files and plots."""
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
@@ -34,24 +32,9 @@ def check_plot(path: Path) -> None:
     """Check the destination of a plot before measuring.
 
     Raises:
-        UserError: the file cannot be written, or the plotting package is missing.
+        UserError: the file cannot be written.
     """
-    if path.suffix != ".svg":
-        raise UserError(f"--plot {path}: the file name must end in .svg")
+    if path.suffix != ".html":
+        raise UserError(f"--plot {path}: the file name must end in .html")
     if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise UserError(f"--plot {path} cannot be written; choose another place")
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"--plot requires {error.name}, which is not installed: pip install 'hvdtrain[report]'"
-        ) from None
-
-
-def finite(value: Any) -> Any:
-    """Replace non-finite values by None, because JSON has no number for them."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

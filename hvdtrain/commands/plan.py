@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategies", metavar="dense,float16", help="exchange strategies (default: all known)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw efficiency over ranks")
+    parser.add_argument("--plot", type=Path, metavar="FILE.html", help="draw efficiency over ranks")
     parser.add_argument(
         "--tune", action="store_true", help="print settings as YAML, from --from ALLREDUCE.json"
     )
@@ -125,9 +125,10 @@ def run(args: argparse.Namespace) -> int:
     if plan is None:
         raise UserError("no job is given: --measure, --gpu NAME, or --from RUN or FILE.json")
     if args.plot is not None:
-        from hvdtrain.plan.report import plan_svg
+        from hvdtrain.plan.report import efficiency
+        from hvdtrain.report import html
 
-        write_atomic(args.plot, plan_svg(plan).encode())
+        write_atomic(args.plot, html.of_chart("hvdtrain plan", efficiency(plan)).encode())
     if args.format == "json":
         print(json.dumps(plan.to_dict(), indent=1))
         return 0
@@ -229,7 +230,7 @@ def _terms(args: argparse.Namespace, found: list[Found], job: JobProfile) -> Ter
     from hvdtrain.config import parse
     from hvdtrain.plan.result import Terms
 
-    exchange = parse(args.flags).config.exchange
+    exchange = parse(args.flags).warn().config.exchange
     saves = [one.save_seconds for one in found if one.save_seconds is not None]
     names = list(job.costs)
     if args.strategies:

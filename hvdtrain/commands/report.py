@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.output import finite, write_out
+from hvdtrain.commands.output import write_out
 from hvdtrain.errors import UserError
+from hvdtrain.text import finite
 
 _HOST, _PORT, _ROOT = "127.0.0.1", 8642, Path("runs")
 
@@ -76,14 +77,14 @@ def _report(args: argparse.Namespace) -> int:
     if args.format == "json":
         print(json.dumps(finite(_content(found)), indent=1, allow_nan=False))
         return 0
-    from hvdtrain.report import page
+    from hvdtrain.report import html, page
 
     if args.other is None:
-        text, out = page.one(runs[0], found[0]), args.out or args.run / "report.html"
+        shown, out = page.one(runs[0], found[0]), args.out or args.run / "report.html"
     else:
-        text = page.two(runs[0], runs[1], (found[0], found[1]))
+        shown = page.two(runs[0], runs[1], (found[0], found[1]))
         out = args.out or args.other / "compare.html"
-    write_out(out, text)
+    write_out(out, html.document(shown))
     print(out)
     return 0
 

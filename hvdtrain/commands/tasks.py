@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import BUILT_IN, installed, load_class, optional
+from hvdtrain.text import aligned
 
 _WIDTH = 100
 
@@ -27,13 +28,14 @@ def run(args: argparse.Namespace) -> int:
     if args.name is not None:
         print("\n".join(_keys(load_class(args.name))))
         return 0
+    rows = []
     for name, path in installed().items():
         try:
             about = _first_line(load_class(name))
         except (UserError, ImportError) as error:
             about = f"cannot be loaded: {error}"
-        where = "" if name in BUILT_IN else f" [{path}]"
-        print(f"{name}{where}: {about}")
+        rows.append([name, about if name in BUILT_IN else f"{about} [{path}]"])
+    print("\n".join(aligned(rows, left=(0, 1))))
     return 0
 
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
+from hvdtrain.config_tiers import basic, expert
 from hvdtrain.errors import require
 
 # The proportions of a mixture hold exactly over this number of samples.
 PERIOD = 1000
 MOST_BUFFER = 1 << 24
+AHEAD = 2  # micro-batches that each data worker loads ahead
 MOST_COUNTS = 10_000  # sources x changes of weights
 SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -133,7 +135,7 @@ class DataConfig:
     """
 
     source: Literal["text", "jsonl", "parquet", "tokens"] = "text"
-    train: list[str] | str = field(default_factory=list)
+    train: list[str] | str = basic(factory=list)
     validation: list[str] | str = field(default_factory=list)
     validation_fraction: float = 0.05
     tokenizer: str | None = None
@@ -221,7 +223,6 @@ class LoaderConfig:
         workers: processes that load a rank's micro-batches ahead; 0 = the rank loads them itself.
             An iterable dataset with a state is read by one process, however many are set, and one
             without a state requires 0
-        prefetch: micro-batches that each of these processes loads ahead
         order: `shuffled`, or `sequential`: shard after shard, shuffled within
             `loader.shuffle_buffer`, for data that is slow to read at random positions
         shuffle_buffer: consecutive samples that `sequential` shuffles together, over all ranks; it
@@ -229,13 +230,11 @@ class LoaderConfig:
     """
 
     workers: int = 0
-    prefetch: int = 2
     order: Literal["shuffled", "sequential"] = "shuffled"
-    shuffle_buffer: int = 16384
+    shuffle_buffer: int = expert(16384)
 
     def __post_init__(self) -> None:
         require(self.workers >= 0, f"loader.workers must be >= 0, not {self.workers}")
-        require(self.prefetch >= 1, f"loader.prefetch must be >= 1, not {self.prefetch}")
         require(
             1 <= self.shuffle_buffer <= MOST_BUFFER,
             f"loader.shuffle_buffer must lie in [1, {MOST_BUFFER}], not {self.shuffle_buffer}",
@@ -248,7 +247,8 @@ class BatchConfig:
 
     Args:
         global_size: samples in one optimizer step, over all ranks
-        micro_size: samples in one forward pass; divides `batch.global_size`
+        micro_size: samples in one forward pass; divides `batch.global_size`. `auto`: as many as
+            memory allows, found by trials before training
         max_tokens: group samples of similar length into micro-batches of variable size, at most
             this many tokens when padded to the longest; replaces `batch.global_size` and
             `batch.micro_size`; 0 = off
@@ -263,16 +263,18 @@ class BatchConfig:
             Intended for slow networks; CPU only; results are bitwise identical
     """
 
-    global_size: int = 32
-    micro_size: int = 4
+    global_size: int = basic(32)
+    micro_size: int | Literal["auto"] = basic(4)
     max_tokens: int = 0
     per_step: int = 8
     per_rank_size: int = 0
     deal: Literal["even", "speed"] = "even"
-    interleave: int = 1
+    interleave: int = expert(1)
 
     def __post_init__(self) -> None:
-        require(self.micro_size >= 1, f"batch.micro_size must be >= 1, not {self.micro_size}")
+        require(
+            self.micro_samples >= 1, f"batch.micro_size must be >= 1 or auto, not {self.micro_size}"
+        )
         require(self.global_size >= 1, f"batch.global_size must be >= 1, not {self.global_size}")
         require(
             self.per_rank_size >= 0,
@@ -286,15 +288,20 @@ class BatchConfig:
         key = "per_rank_size" if self.per_rank_size else "global_size"
         size = self.per_rank_size or self.global_size
         require(
-            size % self.micro_size == 0,
+            size % self.micro_samples == 0,
             f"batch.{key} {size} is not a multiple of batch.micro_size {self.micro_size}; a "
-            f"micro_size that fits: {_divisors_near(size, self.micro_size)}",
+            f"micro_size that fits: {_divisors_near(size, self.micro_samples)}",
         )
+
+    @property
+    def micro_samples(self) -> int:
+        """Samples of a micro-batch; 1, which always fits, while `auto` is not resolved."""
+        return 1 if self.micro_size == "auto" else self.micro_size
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches in one step, over all ranks."""
-        return self.per_step if self.max_tokens else self.global_size // self.micro_size
+        return self.per_step if self.max_tokens else self.global_size // self.micro_samples
 
 
 def _divisors_near(number: int, wanted: int) -> str:

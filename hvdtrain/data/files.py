@@ -141,8 +141,11 @@ def split_files(
     return _in_order(ranked[count:]), _in_order(ranked[:count])
 
 
-def _in_order(files: Iterable[DataFile]) -> list[DataFile]:
-    return sorted(files, key=lambda file: (isinstance(file, RemoteFile), file))
+def _in_order(files: Sequence[DataFile]) -> list[DataFile]:
+    """Sort local files by path, and the remote files after them by URL."""
+    remote_files = [file for file in files if isinstance(file, RemoteFile)]
+    local = [file for file in files if isinstance(file, Path)]
+    return [*sorted(local), *sorted(remote_files, key=str)]
 
 
 def assign_files(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -65,7 +65,7 @@ def digits(validation_fraction: float) -> ImageData:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
         raise UserError(
-            "image.data: the digits come with scikit-learn, which is not installed: "
+            "data.train: the digits come with scikit-learn, which is not installed: "
             "pip install 'hvdtrain[image]', or set it to a directory of your own"
         ) from None
     found = load_digits()
@@ -100,14 +100,14 @@ def class_directories(
             image.
     """
     check_pillow()
-    classes = class_names("image.data", Path(data))
-    files = {name: image_files("image.data", Path(data) / name) for name in classes}
+    classes = class_names("data.train", Path(data))
+    files = {name: image_files("data.train", Path(data) / name) for name in classes}
     if validation is None:
         taken = {name: _split(files[name], Path(data), validation_fraction) for name in classes}
         files = {name: [f for f in files[name] if f not in taken[name]] for name in classes}
         held_out = {name: sorted(taken[name]) for name in classes}
     else:
-        key, root = "image.validation", Path(validation)
+        key, root = "data.validation", Path(validation)
         held_out = {}
         for name in class_names(key, root):
             if name not in files:
@@ -120,8 +120,8 @@ def class_directories(
     train, rest = (_samples(part, classes) for part in (files, held_out))
     if not rest:
         raise UserError(
-            f"image.data: {data} has too few images to split off validation data: each class has "
-            "one; set image.validation to a directory"
+            f"data.train: {data} has too few images to split off validation data: each class has "
+            "one; set data.validation to a directory"
         )
     # Evaluation may use only the first samples, which must not all be of one class.
     order = permute(np.arange(len(rest)), len(rest), SPLIT_SEED, epoch=0)
@@ -141,7 +141,7 @@ def check_pillow() -> None:
         import PIL  # noqa: F401
     except ModuleNotFoundError:
         raise UserError(
-            "image.data: reading images requires Pillow: pip install 'hvdtrain[image]'"
+            "data.train: reading images requires Pillow: pip install 'hvdtrain[image]'"
         ) from None
 
 
@@ -330,16 +330,16 @@ def shards(
     """
     check_pillow()
     side = margin_side(size)
-    opened = TarShards([data], read.cache, "image.data")
+    opened = TarShards([data], read.cache, "data.train")
     train: Dataset[Any] = ImageShards(opened, read.classes, side)
     if validation is not None:
-        kept = TarShards([validation], read.cache, "image.validation")
+        kept = TarShards([validation], read.cache, "data.validation")
         held_out = _mixed(ImageShards(kept, read.classes, side))
     else:
         mixed, count = _mixed(train), len(opened)
         ends = min(max(int(count * fraction), 1), count - 1)
         if ends < 1:
-            raise UserError(f"image.data: {data} has one sample, so none remains for validation")
+            raise UserError(f"data.train: {data} has one sample, so none remains for validation")
         held_out = Subset(mixed, range(ends))
         train = Subset(mixed, range(ends, count))
     names = [str(number) for number in range(read.classes)]

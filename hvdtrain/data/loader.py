@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.buckets import SampleBuckets
-from hvdtrain.data.config import BatchConfig, LoaderConfig
+from hvdtrain.data.config import AHEAD, BatchConfig, LoaderConfig
 from hvdtrain.data.order import Order, build_order, specification_of
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.device import seed_all
@@ -138,7 +138,7 @@ class TrainLoader(StepLoader):
         self._samples = samples
         self._replayed = replayed
         self._global_size = batch.global_size
-        self._micro_size = batch.micro_size
+        self._micro_size = batch.micro_samples
         self._micro_batches = batch.micro_batches
         self._seed = seed
         self._loading = loading
@@ -277,7 +277,7 @@ def read_samples(dataset: Dataset[Any], indices: Sequence[int]) -> list[Any]:
 
 
 def load(batches: MicroBatches, places: Iterable[Place], loading: Loading) -> Iterator[Batch]:
-    workers, ahead = loading.config.workers, loading.config.prefetch
+    workers, ahead = loading.config.workers, AHEAD
     options = {"sampler": places, "collate_fn": _as_it_is}
     return start_loading(batches, loading, workers, ahead, **options)
 

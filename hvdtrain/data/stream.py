@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_convert, get_worker_info
 
 from hvdtrain.data.assignment import Assignment
-from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.config import AHEAD, BatchConfig
 from hvdtrain.data.loader import (
     EPOCH_SEED,
     IN_RANK,
@@ -238,7 +238,7 @@ class StreamLoader(StepLoader):
         config = loading.config
         if not config.workers and not loading.pin_memory:
             return map(default_convert, reader)  # what a DataLoader does, without its overhead
-        ahead = config.prefetch * config.workers
+        ahead = AHEAD * config.workers
         return start_loading(reader, loading, min(config.workers, 1), ahead)
 
 
@@ -311,7 +311,7 @@ class _Reader(IterableDataset[Any]):
                 last: Batch | None = None
                 for j in range(batch.micro_batches):
                     self._seed_for(step, j)
-                    samples = self._take(batch.micro_size)
+                    samples = self._take(batch.micro_samples)
                     own = self._collate(samples) if j in self._own else None
                     if not self._stateful:
                         yield _Item(own)
@@ -352,12 +352,12 @@ class _Reader(IterableDataset[Any]):
 
     def _read_until(self, samples: int) -> None:
         while self._samples < samples:
-            number, begun = divmod(self._samples, self._batch.micro_size)
+            number, begun = divmod(self._samples, self._batch.micro_samples)
             if not begun:
                 self._seed_for(*divmod(number, self._batch.micro_batches))
                 if get_worker_info() is None:
                     heartbeat.HEARTBEAT.beat(Activity.WORKING)
-            self._take(min(self._batch.micro_size - begun, samples - self._samples))
+            self._take(min(self._batch.micro_samples - begun, samples - self._samples))
 
     def _seed_for(self, step: int, number: int) -> None:
         seed_all(self._seed, step, number, *([LOADING_SEED] if self._stateful else []))

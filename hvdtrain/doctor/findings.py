@@ -93,13 +93,14 @@ def show(findings: Sequence[Diagnosis], notes: Sequence[str], console: Console) 
         console.print(Text(printable(note)), soft_wrap=True)
     errors = sum(finding.severity == ERROR for finding in findings)
     counts = f"{plural(errors, 'error')}, {plural(len(findings) - errors, 'warning')}"
-    console.print("no findings" if not findings else counts)
+    console.print("no findings" if not findings else counts, highlight=False)
 
 
 def _table(findings: Sequence[Diagnosis]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_lines=False, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_lines=False, pad_edge=False, expand=True)
     for name in ("", "", "check", "where", "problem, and why it matters"):
-        table.add_column(name, no_wrap=name in ("", "check"), overflow="fold")
+        ratio = 1 if name.startswith("problem") else None
+        table.add_column(name, no_wrap=name in ("", "check"), overflow="fold", ratio=ratio)
     for number, finding in enumerate(findings, start=1):
         severity = Text(finding.severity, _COLORS.get(finding.severity, "yellow"))
         what = Text(f"{printable(finding.what)}\n").append(printable(finding.why), "dim")
@@ -122,7 +123,7 @@ def notes(found: Examination) -> Iterator[str]:
             f"ranks ({one['hosts'] or 'here'}): {one['seconds'] * 1e3:.0f} ms{allowed}"
         )
     yield from found.left_out
-    yield f"{found.seconds:.0f} s"
+    yield f"examined in {found.seconds:.0f} s"
 
 
 def _links(links: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from hvdtrain.doctor.findings import ERROR, WARNING, Diagnosis
 from hvdtrain.launch import mpi
+from hvdtrain.text import plural
 
 Facts = Mapping[str, Any]
 
@@ -135,7 +136,7 @@ def _cores(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
         yield Diagnosis(
             "cores",
             host,
-            f"{need.slots} ranks for {facts['cores']} cores{quota}",
+            f"{plural(need.slots, 'rank')} for {plural(facts['cores'], 'core')}{quota}",
             "ranks share cores, so every step takes longer",
             f"--hosts {host}:{facts['cores']}, or a larger quota for the container",
             WARNING,
@@ -147,7 +148,7 @@ def _memory(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
         yield Diagnosis(
             "memory",
             host,
-            f"{facts['free_memory'] / _GIB:.1f} GiB are free for {need.slots} ranks",
+            f"{facts['free_memory'] / _GIB:.1f} GiB are free for {plural(need.slots, 'rank')}",
             "a rank requires 0.5 GiB before its model; the kernel kills a rank when memory runs "
             "out",
             f"use fewer slots on {host}, or end other programs: ps --sort=-rss -eo rss,pid,comm "
@@ -282,7 +283,7 @@ def check_gpus(host: str, facts: Mapping[str, Any], slots: int) -> Iterable[Diag
         yield Diagnosis(
             "gpu",
             host,
-            f"{slots} ranks for {found} GPUs",
+            f"{plural(slots, 'rank')} for {plural(found, 'GPU')}",
             "several ranks share the memory and time of one GPU",
             f"--hosts {host}:{found}",
             WARNING,

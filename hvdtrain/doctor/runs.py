@@ -56,7 +56,7 @@ CAUSES = (
         "a GPU ran out of memory",
         "a step of this size does not fit",
         "--memory.checkpoint_activations blocks, or --memory.offload_activations true, or a "
-        "smaller --batch.micro_size (with the same loss curve), or --memory.fit true",
+        "smaller --batch.micro_size (with the same loss curve), or auto",
     ),
     LogPattern(
         "memory",
@@ -147,11 +147,13 @@ class LogLine:
 
     Args:
         text: the message and the last line of its traceback.
+        error: whether its level is above warning.
     """
 
     where: str
     text: str
     time: float = 0.0
+    error: bool = False
 
 
 def diagnose(directory: Path) -> tuple[list[Diagnosis], str]:
@@ -172,11 +174,17 @@ def diagnose(directory: Path) -> tuple[list[Diagnosis], str]:
     findings += _from_events(run, {finding.check for finding in findings})
     if found["exit_code"] in (0, 75):
         findings = [replace(finding, severity=WARNING) for finding in findings]
-    elif not findings and found["exit_code"] is None:
+    elif not findings and found["exit_code"] is None and not _errors_of_last_start(run, lines):
         findings += _killed(run, lines)
     elif not findings:
         findings.append(_unexplained(directory, lines, found["exit_code"]))
     return [*findings, *_slow(found), *_hosts(run)], f"how it ended: {found['state'] or 'unknown'}"
+
+
+def _errors_of_last_start(run: RecordedRun, lines: Iterable[LogLine]) -> list[LogLine]:
+    """Errors since the last generation began; an earlier error did not end the run."""
+    began = run.ledger.generations[-1].start.time if run.ledger else 0.0
+    return [line for line in lines if line.error and line.time >= began]
 
 
 def _log_lines(directory: Path) -> Iterator[LogLine]:
@@ -190,7 +198,8 @@ def _log_lines(directory: Path) -> Iterator[LogLine]:
             last = trace[-1] if trace else ""
             message = str(line.get("message", ""))
             text = message if last in message or message in last else f"{message}: {last}"
-            yield LogLine(where, text, real(line.get("time")) or 0.0)
+            error = line["level"] != "warning"
+            yield LogLine(where, text, real(line.get("time")) or 0.0, error)
 
 
 def _from_lines(lines: Iterable[LogLine]) -> list[Diagnosis]:
@@ -310,14 +319,16 @@ def _growth(run: RecordedRun) -> str:
     return ""
 
 
-def _unexplained(directory: Path, lines: list[LogLine], code: int) -> Diagnosis:
-    """Report the last logged error, if no cause is known."""
+def _unexplained(directory: Path, lines: list[LogLine], code: int | None) -> Diagnosis:
+    """Report the last logged error, or else the last warning, if no cause is known."""
     errors = [line for line in lines if "Traceback" not in line.text]
+    errors = [line for line in errors if line.error] or errors
     shown = errors[-1] if errors else LogLine(str(directory / "logs"), "no warnings and no errors")
+    ended = "no end was recorded" if code is None else f"it ended with exit code {code}"
     return Diagnosis(
         "error",
         shown.where,
-        f"it ended with exit code {code}: “{_short(shown.text)}”",
+        f"{ended}: “{_short(shown.text)}”",
         "exit code 2 is a mistake in the configuration or the input; 1 is a crash, whose traceback "
         "is in the log",
         "docs/troubleshooting.md lists messages and exit codes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hvdtrain.config_tiers import expert
 from hvdtrain.errors import require
 
 
@@ -21,9 +22,9 @@ class ElasticConfig:
             ends its ranks; it exits with 75 unless a driver is alive on another host
     """
 
-    timeout_seconds: int = 0
-    hang_seconds: float = 60.0
-    driver_timeout: float = 60.0
+    timeout_seconds: int = expert(0)
+    hang_seconds: float = expert(60.0)
+    driver_timeout: float = expert(60.0)
 
     def __post_init__(self) -> None:
         require(

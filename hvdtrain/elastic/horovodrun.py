@@ -23,7 +23,7 @@ from horovod.runner.util import network
 from hvdtrain.agent import protocol
 from hvdtrain.agent.hub import Hub
 from hvdtrain.agent.invitation import Invitation
-from hvdtrain.agent.output import RankOutput
+from hvdtrain.agent.output import RankOutput, rank_prefix
 from hvdtrain.agent.started import StartedAgents, ssh_command
 from hvdtrain.elastic.command import horovod_script, runs_hvdtrain
 from hvdtrain.elastic.driver import ElasticDriver
@@ -74,7 +74,8 @@ def run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
     env, address = driver.choose_interfaces(settings.nics, env)
     driver.handle_signals()
     files = _Files(settings.output_filename, settings.num_proc)
-    output = RankOutput(_prefix(settings.prefix_output_with_timestamp), files.write)
+    prefix = _with_time if settings.prefix_output_with_timestamp else rank_prefix
+    output = RankOutput(prefix, files.write)
     hub = Hub(
         key, _DRIVER_SECONDS, command, os.getcwd(), output.put, _SignalsOfAgents(driver).on, _say
     )
@@ -161,11 +162,8 @@ class _Files:
         file.flush()
 
 
-def _prefix(with_time: bool) -> Callable[[int, str, str], str]:
-    def prefix(number: int, stream: str, line: str) -> str:
-        return f"{time.asctime() if with_time else ''}[{number}]<{stream}>:"
-
-    return prefix
+def _with_time(number: int, stream: str, _: str) -> str:
+    return f"{time.asctime()}[{number}]<{stream}>:"
 
 
 def _ssh(settings: Any) -> list[str]:

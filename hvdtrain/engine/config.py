@@ -1,11 +1,14 @@
-"""Configuration of the run, the batch, the loop and the evaluation."""
+"""Configuration of the run, the loop and the evaluation."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Literal
 
+from hvdtrain.config_tiers import basic, expert
 from hvdtrain.errors import require
 from hvdtrain.runtime.notices import parse_source
 
@@ -28,10 +31,10 @@ class RunConfig:
             those that match
     """
 
-    root: str = "runs"
-    id: str | None = None
-    resume: str = "auto"
-    init_from: str | None = None
+    root: str = basic("runs")
+    id: str | None = basic(None)
+    resume: str = basic("auto")
+    init_from: str | None = basic(None)
     init_strict: bool = True
 
     def __post_init__(self) -> None:
@@ -57,8 +60,8 @@ class SpikeConfig:
     """
 
     action: Literal["none", "skip", "rollback"] = "none"
-    window: int = 100
-    factor: float = 4.0
+    window: int = expert(100)
+    factor: float = expert(4.0)
 
     def __post_init__(self) -> None:
         require(self.window >= 2, f"train.spike.window must be >= 2, not {self.window}")
@@ -83,10 +86,8 @@ class TrainConfig:
     """The training loop.
 
     Args:
-        steps: optimizer steps; 0 = as many as `train.epochs` requires. Of the two, a flag takes
-            precedence over a file, and a file over the task's default
-        epochs: passes over the training data, such as 3 or 0.5, instead of `train.steps`; 0 = not
-            given
+        duration: optimizer steps, such as 400, or passes over the training data, such as `3 epochs`
+            or `0.5epochs`
         patience: consecutive evaluations without a lower validation loss after which the run ends;
             0 = never
         log_every: steps between lines of metrics.jsonl; without a terminal the screen shows a line
@@ -98,21 +99,18 @@ class TrainConfig:
         spike: loss spikes
     """
 
-    steps: int = 1000
-    epochs: float = 0.0
+    duration: int | str = basic(1000)
     patience: int = 0
     log_every: int = 1
-    max_nonfinite: int = 10
-    replica_check_every: int = 100
+    max_nonfinite: int = expert(10)
+    replica_check_every: int = expert(100)
     spike: SpikeConfig = field(default_factory=SpikeConfig)
 
     def __post_init__(self) -> None:
         require(
-            self.epochs >= 0 and math.isfinite(self.epochs),
-            f"train.epochs must be > 0 (0 = not given), not {self.epochs}",
-        )
-        require(
-            self.steps >= (0 if self.epochs else 1), f"train.steps must be >= 1, not {self.steps}"
+            self.steps >= 1 or self.epochs > 0,
+            "train.duration must be a number of steps >= 1, such as 400, or of epochs > 0, such as "
+            f"3epochs, not {self.duration}",
         )
         require(self.patience >= 0, f"train.patience must be >= 0 (0 = never), not {self.patience}")
         require(self.log_every >= 1, f"train.log_every must be >= 1, not {self.log_every}")
@@ -123,6 +121,23 @@ class TrainConfig:
             self.replica_check_every >= 0,
             f"train.replica_check_every must be >= 0 (0 = never), not {self.replica_check_every}",
         )
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; 0 if the duration is given in epochs."""
+        return steps_of(self.duration)
+
+    @property
+    def epochs(self) -> Fraction:
+        """Passes over the training data, exact as written; 0 if the duration is given in steps."""
+        match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?|\.\d{1,15}) *epochs?", str(self.duration))
+        return Fraction(match[1] if match else 0)
+
+
+def steps_of(duration: object) -> int:
+    """Return the optimizer steps of a `train.duration`; 0 if it is in epochs, or invalid."""
+    match = re.fullmatch(r"(\d{1,15}) *(steps?)?", str(duration))
+    return int(match[1]) if match else 0
 
 
 # One additional micro-batch per rank in this many steps costs at most 0.5% of a run; hashing adds
@@ -140,7 +155,7 @@ class IntegrityConfig:
             replays, else 0
     """
 
-    replay_every: int | None = None
+    replay_every: int | None = expert(None)
 
     def __post_init__(self) -> None:
         require(
@@ -150,20 +165,8 @@ class IntegrityConfig:
 
 
 @dataclass
-class CompileConfig:
-    """Compilation by torch.compile.
-
-    Args:
-        enabled: each of the model's blocks is compiled in its first pass; requires a C++ compiler
-            on each host, and Triton on GPUs
-    """
-
-    enabled: bool = False
-
-
-@dataclass
 class MemoryConfig:
-    """Activation memory: what is kept for backward, where it is stored, and how much of it fits.
+    """Activation memory: what is kept for backward, and where it is stored.
 
     Args:
         checkpoint_activations: backward recomputes activations within the model's blocks: in all
@@ -171,13 +174,10 @@ class MemoryConfig:
             matrix products and attention (`selective`); `none` keeps everything
         offload_activations: activations of the blocks are kept in host memory until backward; for
             GPUs
-        fit: micro-batches are as large as memory allows, instead of `batch.micro_size`; tested
-            before training
     """
 
     checkpoint_activations: str = "none"
     offload_activations: bool = False
-    fit: bool = False
 
     def __post_init__(self) -> None:
         require(
@@ -204,7 +204,7 @@ class EvalConfig:
         batches: maximum number of global batches in one evaluation
     """
 
-    every: int = 100
+    every: int = basic(100)
     batches: int = 16
 
     def __post_init__(self) -> None:
@@ -224,7 +224,7 @@ class PreemptConfig:
             null = none
     """
 
-    grace_seconds: float = 0.0
+    grace_seconds: float = expert(0.0)
     notice: str | None = None
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ def count(task: Task, model: nn.Module, dataset: Dataset[Any], samples: int) -> 
     (read a value, call a collective), the FLOPs are not known.
     """
     if has_own_order(dataset):
-        logger.info("no MFU: samples of an IterableDataset are not read before training")
+        logger.debug("no MFU: samples of an IterableDataset are not read before training")
         return None
     try:
         batch = first_batch(task, dataset, samples)
@@ -52,7 +52,7 @@ def count(task: Task, model: nn.Module, dataset: Dataset[Any], samples: int) -> 
         for shapes in comm.COLLECTIVES.micro_batches(iter([to_device(batch, META)]), in_common=0):
             return _counted(task, model, shapes)
     except Exception as error:  # a user's model may raise anything on tensors without values
-        logger.info("no MFU: the FLOPs could not be counted (%s: %s)", type(error).__name__, error)
+        logger.debug("no MFU: the FLOPs could not be counted (%s: %s)", type(error).__name__, error)
     return None
 
 

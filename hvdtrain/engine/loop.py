@@ -3,7 +3,7 @@
     after a failure: the callbacks of the last step, which some ranks may not have run
     while step < steps and no rank received a stop request:
         the step: micro-batches, exchange, clip, optimizer   (step.py);
-            with parallel.zero each rank updates a shard, and all ranks receive the other
+            with parallel.shard.stage 1 each rank updates a shard, and all ranks receive the other
             shards after the step is counted;
             with local SGD the ranks step on their own, and their states are averaged
             periodically (local_steps.py)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from hvdtrain.engine.config import CompileConfig, MemoryConfig
+from hvdtrain.engine.config import MemoryConfig
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime import heartbeat
@@ -99,7 +99,7 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 def compile_blocks(
-    config: CompileConfig, task: Any, model: nn.Module, timer: PhaseTimer
+    enabled: bool, task: Any, model: nn.Module, timer: PhaseTimer
 ) -> CompileClock | None:
     """Compile each block in its first pass, or the whole model if it has no blocks.
 
@@ -108,12 +108,12 @@ def compile_blocks(
     https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
 
     Returns:
-        None if compile.enabled is false: torch's compiler is then not even imported.
+        None if compile is false: torch's compiler is then not even imported.
 
     Raises:
         UserError: nothing can be compiled on this host.
     """
-    if not config.enabled:
+    if not enabled:
         return None
     check_compiler(next(model.parameters()).device)
     clock = CompileClock(timer, heartbeat.HEARTBEAT)
@@ -133,7 +133,7 @@ class CompileClock:
     """
 
     def __init__(self, timer: PhaseTimer, beats: Heartbeat) -> None:
-        # Private, without a public equivalent. If torch removes it, compile.enabled fails; if it no
+        # Private, without a public equivalent. If torch removes it, compile fails; if it no
         # longer calls back, a compiling rank counts as slow. tests/single/test_torch_private.py
         # detects it.
         from torch._dynamo.callback import callback_handler
@@ -175,6 +175,6 @@ def check_compiler(device: torch.device) -> None:
             problem = next(iter(str(error).splitlines()), type(error).__name__)
     if problem:
         raise UserError(
-            f"compile.enabled: torch.compile does not work on this host ({problem}); it needs "
-            f"{needed}: install them, or set compile.enabled false"
+            f"compile: torch.compile does not work on this host ({problem}); it needs {needed}: "
+            "install them, or set compile false"
         )

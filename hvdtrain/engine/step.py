@@ -16,7 +16,7 @@ TrainStep runs a step in this order:
 6. In an elastic run whose ranks hold shards, wait until every rank can apply the update
    (parallel/agreement.py).
 7. Update parameters, optimizer state and progress without communication (TrainStep._commit).
-8. With parallel.zero, gather the parameters that other ranks have updated (TrainStep.complete,
+8. With parallel.shard.stage 1, gather the parameters that other ranks updated (TrainStep.complete,
    which the loop calls). With local SGD, average the ranks' states if it is due (local_steps.py).
 
 If a rank is lost in 2 to 6, the step raises RankLostError and leaves the state as it was before the
@@ -283,7 +283,7 @@ class TrainStep:
         if not self._context.mesh.leads:
             return BatchUsage(0)
         if self._buckets is None:
-            return BatchUsage(len(assignment) * self._batch.micro_size)
+            return BatchUsage(len(assignment) * self._batch.micro_samples)
         return self._buckets.used(batch * self._batch.micro_batches + j for j in assignment)
 
     def _check(self, sums: ControlSums, flags: Flags) -> None:

@@ -223,8 +223,9 @@ class GradientHooks:
 
     Args:
         groups: the buckets.
-        on_gradient: called with a parameter and its gradient of one pass, before autograd adds the
-            gradient to `parameter.grad`; the gradient is None if a pass gives none.
+        on_gradient: called with a parameter, its gradient of one pass, and whether that is the
+            step's last pass, before autograd adds the gradient to `parameter.grad`; the gradient is
+            None if a pass gives none.
         complete: called with a bucket's number when all its gradients of the last pass have
             arrived.
 
@@ -237,7 +238,7 @@ class GradientHooks:
         self,
         parameters: TrainedParameters,
         groups: Sequence[Sequence[nn.Parameter]],
-        on_gradient: Callable[[nn.Parameter, Tensor | None], HookResult],
+        on_gradient: Callable[[nn.Parameter, Tensor | None, bool], HookResult],
         complete: Callable[[int], None],
     ) -> None:
         self._parameters = parameters
@@ -268,10 +269,6 @@ class GradientHooks:
         """Parameters that some pass has not reached so far."""
         return [p for p in self._parameters.in_order if self._reached.get(p, 0) < self._passes]
 
-    def is_last(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient that has arrived is from the step's last pass."""
-        return self._reached.get(parameter, 0) == self._passes
-
     def incomplete(self) -> list[int]:
         """Numbers of the incomplete buckets."""
         return [number for number, missing in enumerate(self._missing) if missing]
@@ -283,18 +280,20 @@ class GradientHooks:
 
     def _count(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> HookResult:
         gradient = gradients[0]
-        name = self._parameters.names[parameter]
         if gradient is not None and gradient.layout != torch.strided:
+            name = self._parameters.names[parameter]
             raise UnsupportedTaskError(f"the model's parameter {name} {SPARSE}")
         self._reached[parameter] = reached = self._reached.get(parameter, 0) + 1
         if reached > self._passes:
+            name = self._parameters.names[parameter]
             raise UnsupportedTaskError(
                 f"the model's parameter {name} received its gradient more than once in a backward "
                 "pass, as reentrant checkpointing of a layer that is used twice does: give "
                 "torch.utils.checkpoint use_reentrant=False"
             )
-        result = self._on_gradient(parameter, gradient)
-        if reached == self._passes:
+        last = reached == self._passes
+        result = self._on_gradient(parameter, gradient, last)
+        if last:
             bucket = self._bucket_of[parameter]
             self._missing[bucket] -= 1
             if self._missing[bucket] == 0:

@@ -105,7 +105,9 @@ class BucketedExchange(Exchange):
             bucket.begin()
         self._hooks.begin(max(passes, 1))
 
-    def _on_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> HookResult:
+    def _on_gradient(
+        self, parameter: nn.Parameter, gradient: Tensor | None, last: bool
+    ) -> HookResult:
         if gradient is None or not parameter.requires_grad:
             return None
         self._bucket_of[parameter].arrived(parameter, gradient)

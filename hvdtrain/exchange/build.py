@@ -45,7 +45,7 @@ def build_exchange(
     if config.reduce == "adasum":
         return adasum_exchange(optimizer, model)
     if config.compression == "topk":
-        return topk_exchange(optimizer, model, config.ratio, config.error_feedback)
+        return topk_exchange(optimizer, model, config.ratio)
     if config.compression == "powersgd":
         return powersgd_exchange(optimizer, model, config)
     return DenseExchange(optimizer, model, elastic, config.wire)

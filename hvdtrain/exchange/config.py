@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hvdtrain.config_tiers import expert
 from hvdtrain.errors import require
 
 
@@ -14,8 +15,8 @@ class ExchangeConfig:
     """How the gradients of the ranks are combined (gradient synchronization).
 
     Args:
-        name: `dense` (hvd.DistributedOptimizer sums in floating point) or `exact` (fixed-point
-            sums: bitwise identical models on any number of ranks; requires `runtime.threads`)
+        name: `dense` (Horovod sums in floating point) or `exact` (fixed-point sums: bitwise
+            identical models on any number of ranks; requires `runtime.threads`)
         hierarchical: ranks sum within their host first, then each sums its slice across hosts;
             requires the same number of ranks on each host. `auto`: over Gloo, except in elastic
             runs
@@ -24,12 +25,11 @@ class ExchangeConfig:
         reduce: `average`, or `adasum` (orthogonal gradients are added, not averaged; requires MPI);
             with it the result depends on the number of ranks
         compression: `none`, `topk` (only the largest elements are sent) or `powersgd` (matrices are
-            sent as products of two thin matrices); the result of the last two depends on the number
-            of ranks
+            sent as products of two thin matrices); what is omitted is added to the next gradient.
+            The result of the last two depends on the number of ranks
         ratio: fraction of the elements that `topk` sends
         rank: rank of the approximations of `powersgd`
         start_step: steps before `powersgd` begins; until then gradients are sent uncompressed
-        error_feedback: what compression omits is added to the next step's gradient
         sync_every: steps that each rank takes on its own before parameters and optimizer state are
             averaged; 0 = gradients are exchanged in each step
         outer: with `sync_every`: parameters become their average (`none`), or the result of SGD
@@ -39,18 +39,17 @@ class ExchangeConfig:
     """
 
     name: Literal["dense", "exact"] = "dense"
-    hierarchical: Literal["auto"] | bool = "auto"
+    hierarchical: Literal["auto"] | bool = expert("auto")
     wire: Literal["float32", "float16", "bfloat16"] = "float32"
     reduce: Literal["average", "adasum"] = "average"
     compression: Literal["none", "topk", "powersgd"] = "none"
     ratio: float = 0.01
     rank: int = 4
-    start_step: int = 10
-    error_feedback: bool = True
+    start_step: int = expert(10)
     sync_every: int = 0
     outer: Literal["none", "nesterov"] = "none"
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    outer_lr: float = expert(0.7)
+    outer_momentum: float = expert(0.9)
 
     def __post_init__(self) -> None:
         require(0 < self.ratio <= 1, f"exchange.ratio must be in (0, 1], not {self.ratio}")

@@ -1,4 +1,4 @@
-"""The default exchange: hvd.DistributedOptimizer sums whole gradients, once per step."""
+"""The default exchange: Horovod sums whole gradients, once per step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from hvdtrain.exchange.base import (
     TrainedParameters,
     gradient_buckets,
 )
+from hvdtrain.exchange.bucketed import flat_views, set_gradients
 from hvdtrain.exchange.wire import WIRES
+from hvdtrain.runtime.collectives import begin_sum_alone, completed
 from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.state_part import StatePart
 
 
 class DenseExchange(Exchange):
-    """Sum the gradients of all ranks with hvd.DistributedOptimizer; see Exchange.
+    """Sum the gradients of all ranks; see Exchange.
 
-    The exchange of a bucket starts in the last backward pass, when its gradients are complete: a
-    hook of DistributedOptimizer then compresses them (`compression=`, see wire.py) and begins the
-    all-reduce. `reduce` waits for the sums and decompresses them (`synchronize`).
+    The exchange of a bucket starts in the last backward pass, when its gradients are complete.
+    Gradients that are sent as they are from a CPU are summed in their bucket's memory, as one
+    tensor. The others are compressed (`compression=`, see wire.py) and summed by
+    hvd.DistributedOptimizer, from its own hooks.
 
     Args:
         optimizer: over parameters of `model`.
@@ -46,39 +49,47 @@ class DenseExchange(Exchange):
         super().__init__(TrainedParameters(optimizer, model))
         groups = gradient_buckets(self.parameters)
         self._wire = WIRES[wire]()
-        # Only used to exchange gradients: `optimizer` itself steps. Horovod would create a copy of
-        # `optimizer` from its parameters alone, which does not work for every optimizer.
-        self._horovod = hvd.DistributedOptimizer(
-            torch.optim.SGD(self.parameters),
-            named_parameters=[(self.trained.names[p], p) for p in self.parameters],
-            compression=self._wire,
-            op=hvd.Sum,
-            groups=groups,
-        )
         self._step_bytes = sum(p.numel() * self._wire.element_size(p) for p in self.parameters)
         self._distributed = elastic or hvd.size() > 1
         in_place = (
             self._distributed and wire == "float32" and self.parameters[0].device.type == "cpu"
         )
         self._memory = BucketMemory(groups) if in_place else None
+        if self._memory is None:
+            # Only used to exchange gradients: `optimizer` itself steps. Horovod would create a copy
+            # of `optimizer` from its parameters alone, which does not work for every optimizer.
+            self._horovod = hvd.DistributedOptimizer(
+                torch.optim.SGD(self.parameters),
+                named_parameters=[(self.trained.names[p], p) for p in self.parameters],
+                compression=self._wire,
+                op=hvd.Sum,
+                groups=groups,
+            )
         # Horovod's own hooks, which run after these, send a complete bucket.
-        self._hooks = GradientHooks(self.trained, groups, self._on_gradient, lambda bucket: None)
+        complete = self._memory.send if self._memory is not None else lambda bucket: None
+        self._hooks = GradientHooks(self.trained, groups, self._on_gradient, complete)
 
-    def _on_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> HookResult:
-        """Handle the gradient of one pass, see GradientHooks; Horovod's hooks send it."""
-        if gradient is None or not parameter.requires_grad:
-            if self._distributed and parameter.grad is None:
-                # Nothing will be accumulated, but Horovod's hook needs a gradient to send.
-                parameter.grad = torch.zeros_like(parameter)
-            return None
-        if self._memory is not None and self._hooks.is_last(parameter):
-            return (self._memory.accumulate(parameter, gradient),)
+    def _on_gradient(
+        self, parameter: nn.Parameter, gradient: Tensor | None, last: bool
+    ) -> HookResult:
+        """Handle the gradient of one pass, see GradientHooks."""
+        if gradient is not None and not parameter.requires_grad:
+            gradient = None  # autograd accumulates nothing
+        if self._memory is not None:
+            if not last:
+                return None
+            self._memory.complete(parameter, gradient)
+            return (None,)
+        if gradient is None and self._distributed and parameter.grad is None:
+            # Nothing will be accumulated, but Horovod's hook needs a gradient to send.
+            parameter.grad = torch.zeros_like(parameter)
         return None
 
     def begin(self, passes: int) -> None:
         passes = max(passes, 1)
         self._hooks.begin(passes)
-        self._horovod.set_backward_passes_per_step(passes)
+        if self._memory is None:
+            self._horovod.set_backward_passes_per_step(passes)
 
     def reduce(self) -> None:
         if not self._distributed:
@@ -99,7 +110,10 @@ class DenseExchange(Exchange):
             finally:
                 for still in frozen:
                     still.requires_grad_(False)
-        self._horovod.synchronize()
+        if self._memory is None:
+            self._horovod.synchronize()
+        else:
+            self._memory.receive()
         sent_at = self._hooks.first_complete_at
         if hvd.size() > 1 and sent_at is not None:
             self.inflight_seconds += time.perf_counter() - sent_at
@@ -112,40 +126,59 @@ class DenseExchange(Exchange):
         return self._wire.state_parts()
 
     def abort(self) -> None:
-        self._horovod.abandon_step()
+        if self._memory is None:
+            self._horovod.abandon_step()
+        else:
+            self._memory.abandon()
         super().abort()
 
 
 class BucketMemory:
     """Contiguous memory for the gradients of each bucket, in which Horovod sums them in place.
 
-    Horovod (patch 0024) copies gradients elsewhere into a buffer and back. The memory has the
-    gradients' size; with several passes, the last one holds gradients twice.
+    The memory has the gradients' size; with several passes, the last one holds gradients twice.
 
     Args:
         groups: the buckets, each of one dtype and on one device.
     """
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        self._place_of: dict[nn.Parameter, tuple[Tensor, tuple[int, ...], int]] = {}
-        for group in groups:
-            bucket = torch.empty(sum(p.numel() for p in group), dtype=group[0].dtype)
-            offset = 0
-            for parameter in group:
-                strides = torch.empty_like(parameter).stride()  # dense, without gaps
-                self._place_of[parameter] = bucket, strides, offset
-                offset += parameter.numel()
+        self._buckets = [
+            torch.empty(sum(p.numel() for p in group), dtype=group[0].dtype) for group in groups
+        ]
+        self._place_of: dict[nn.Parameter, Tensor] = {}
+        for bucket, group in zip(self._buckets, groups, strict=True):
+            self._place_of |= flat_views(bucket, group)
+        self._handles: list[int] = []
 
-    def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        """Return `parameter.grad` plus the last pass's gradient, which becomes the new grad.
+    def complete(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Move `parameter.grad` plus the last pass's gradient to the memory.
 
-        It is rounded like autograd's own sum.
+        The sum is rounded like autograd's own. None counts as zeros.
         """
-        bucket, strides, offset = self._place_of[parameter]
-        # Not stored: autograd uses a tensor as the grad if it has no other reference, else a copy.
-        place = bucket.as_strided(parameter.shape, strides, offset)
-        if parameter.grad is None:
-            return place.copy_(gradient)
-        torch.add(parameter.grad, gradient, out=place)
+        place, before = self._place_of[parameter], parameter.grad
+        if before is not None and gradient is not None:
+            torch.add(before, gradient, out=place)
+        elif before is not None or gradient is not None:
+            place.copy_(gradient if before is None else before)
+        else:
+            place.zero_()
         parameter.grad = None
-        return place
+
+    def send(self, number: int) -> None:
+        """Begin the all-reduce of a complete bucket."""
+        self._handles.append(begin_sum_alone(self._buckets[number], f"dense.{number}"))
+
+    def receive(self) -> None:
+        """Wait for the sums, which become the gradients.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        while self._handles:
+            completed(self._handles.pop(0))
+        set_gradients(self._place_of)
+
+    def abandon(self) -> None:
+        """Forget a step that failed; see Exchange.abort."""
+        self._handles.clear()

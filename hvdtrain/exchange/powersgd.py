@@ -96,7 +96,7 @@ class PowerSgdBucket(Bucket):
     def __init__(
         self, name: str, parameters: Sequence[nn.Parameter], config: ExchangeConfig
     ) -> None:
-        super().__init__(name, parameters, config.error_feedback)
+        super().__init__(name, parameters, error_feedback=True)
         self._config = config
         self._gradient = torch.zeros_like(self.flat)
         self._gradient_of = flat_views(self._gradient, parameters)

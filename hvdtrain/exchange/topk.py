@@ -18,10 +18,10 @@ from hvdtrain.exchange.bucketed import Bucket, BucketedExchange, flat_views, set
 from hvdtrain.runtime.collectives import begin_gather, completed
 
 
-def topk_exchange(
-    optimizer: Optimizer, model: nn.Module, ratio: float, error_feedback: bool
-) -> BucketedExchange:
+def topk_exchange(optimizer: Optimizer, model: nn.Module, ratio: float) -> BucketedExchange:
     """Send, from each bucket, the elements of this rank's sum that are largest by magnitude.
+
+    Elements that are not sent are added to the next step's sum.
 
     They are sent as indices and values (8 bytes per float32 element) by an all-gather, and every
     rank adds the contributions of all ranks in the order of the ranks, so results are bitwise
@@ -29,25 +29,19 @@ def topk_exchange(
 
     Args:
         ratio: fraction of the elements that are sent, in (0, 1].
-        error_feedback: elements that were not sent are added to the next step's sum.
     """
 
     trained = TrainedParameters(optimizer, model)
     groups = gradient_buckets(trained.in_order)
-    buckets = [
-        TopKBucket(f"topk.{number}", group, ratio, error_feedback)
-        for number, group in enumerate(groups)
-    ]
+    buckets = [TopKBucket(f"topk.{number}", group, ratio) for number, group in enumerate(groups)]
     return BucketedExchange(trained, buckets)
 
 
 class TopKBucket(Bucket):
     """Bucket of which the largest elements are sent, by an all-gather."""
 
-    def __init__(
-        self, name: str, parameters: Sequence[nn.Parameter], ratio: float, error_feedback: bool
-    ) -> None:
-        super().__init__(name, parameters, error_feedback)
+    def __init__(self, name: str, parameters: Sequence[nn.Parameter], ratio: float) -> None:
+        super().__init__(name, parameters, error_feedback=True)
         self._count = max(1, round(ratio * len(self.flat)))
         self._gradient = torch.zeros_like(self.flat)
         self._gradient_of = flat_views(self._gradient, parameters)

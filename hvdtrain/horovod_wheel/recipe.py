@@ -104,6 +104,23 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def described(version: str) -> str:
+    """Describe a wheel by its version: what it was built for, and the digest of its patches."""
+    release, _, local = version.partition("+")
+    parts = rf"torch(.+?)(?:\.({mpis.PATTERN}))?\.gloo(?:\.mpi)?(?:\.gpu(\w+))?\.p(\w+)"
+    found = re.fullmatch(parts, local)
+    if found is None:
+        return f"{version}, not built by `hvdtrain horovod build`"
+    torch, mpi, gpu, patched = found.groups()
+    torch = re.sub(r"\.(?=[a-z])", "+", torch, count=1)
+    linked = mpis.find(mpi) if mpi else None
+    controllers = "Gloo, MPI" if linked else "Gloo"
+    return (
+        f"{release} for torch {torch} {f'and {linked.title}' if linked else 'without MPI'} "
+        f"({controllers}{', GPU operations ' + gpu.upper() if gpu else ''}), patches {patched}"
+    )
+
+
 def patches() -> list[Path]:
     """The patches in the order in which they are applied, which quilt also reads from `series`."""
     return [PATCHES / name for name in (PATCHES / "series").read_text().split()]

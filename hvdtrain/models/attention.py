@@ -19,11 +19,12 @@ Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
 
 
 def attention_of(config: GPTConfig) -> Attend:
-    """The attention selected by `model.attention`."""
-    if config.attention == "dilated":
-        return DilatedAttention(tuple(config.segment_lengths), tuple(config.dilation_rates))
-    if config.attention == "block_sparse":
-        return BlockSparseAttention(config.block_size, config.local_blocks, config.global_blocks)
+    """The attention selected by `model.attention.pattern`."""
+    own = config.attention
+    if own.pattern == "dilated":
+        return DilatedAttention(tuple(own.segment_lengths), tuple(own.dilation_rates))
+    if own.pattern == "block_sparse":
+        return BlockSparseAttention(own.block_size, own.local_blocks, own.global_blocks)
     return causal_attention
 
 

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hvdtrain.config_tiers import basic, expert
 from hvdtrain.errors import require
 
 # The widths of Llama's MLPs are multiples of this, so that matrices are aligned.
 _SWIGLU_MULTIPLE = 256
+
+
+@dataclass
+class AttentionConfig:
+    """Which earlier tokens a token attends to.
+
+    Args:
+        pattern: `full`: all earlier tokens; `dilated`: every n-th token of its segment (LongNet,
+            arXiv:2307.02486); `block_sparse`: the preceding blocks and the first blocks
+        segment_lengths: for `dilated`: tokens per segment, for each pattern
+        dilation_rates: for `dilated`: each pattern uses every N-th token of a segment
+        block_size: for `block_sparse`: tokens per block
+        local_blocks: for `block_sparse`: blocks that a token attends to, its own and preceding ones
+        global_blocks: for `block_sparse`: blocks at the beginning that all tokens attend to
+    """
+
+    pattern: Literal["full", "dilated", "block_sparse"] = "full"
+    segment_lengths: list[int] = expert(factory=list)
+    dilation_rates: list[int] = expert(factory=list)
+    block_size: int = expert(64)
+    local_blocks: int = expert(4)
+    global_blocks: int = expert(1)
 
 
 @dataclass
@@ -33,39 +57,29 @@ class GPTConfig:
         bias: whether linear layers in the blocks have biases; Llama's have none
         dropout: fraction of activations dropped after embedding, attention and MLP
         tied_embeddings: the last layer uses the embedding as its matrix
-        attention: `full`: a token attends to all earlier tokens; `dilated`: to every n-th token of
-            its segment (LongNet, arXiv:2307.02486); `block_sparse`: to the preceding blocks and
-            to the first blocks
-        segment_lengths: for `dilated`: tokens per segment, for each pattern
-        dilation_rates: for `dilated`: each pattern uses every N-th token of a segment
-        block_size: for `block_sparse`: tokens per block
-        local_blocks: for `block_sparse`: blocks that a token attends to, its own and preceding ones
-        global_blocks: for `block_sparse`: blocks at the beginning that all tokens attend to
+        attention: which earlier tokens a token attends to
     """
 
-    layers: int = 4
-    heads: int = 4
+    layers: int = basic(4)
+    heads: int = basic(4)
     kv_heads: int | None = None
-    width: int = 128
-    context: int = 128
+    width: int = basic(128)
+    context: int = basic(128)
     vocab_size: int | None = None
     positions: Literal["rotary", "learned"] = "rotary"
-    rotary_base: float = 10000.0
+    rotary_base: float = expert(10000.0)
     norm: Literal["layer", "rms"] = "layer"
-    norm_eps: float = 1e-5
+    norm_eps: float = expert(1e-5)
     mlp: Literal["gelu", "swiglu"] = "gelu"
     mlp_width: int | None = None
     bias: bool = True
     dropout: float = 0.0
     tied_embeddings: bool = True
-    attention: Literal["full", "dilated", "block_sparse"] = "full"
-    segment_lengths: list[int] = field(default_factory=list)
-    dilation_rates: list[int] = field(default_factory=list)
-    block_size: int = 64
-    local_blocks: int = 4
-    global_blocks: int = 1
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
 
     def __post_init__(self) -> None:
+        if isinstance(self.attention, Mapping):  # of a JSON file
+            self.attention = AttentionConfig(**self.attention)
         for name in ("layers", "heads", "kv_heads", "width", "context", "vocab_size", "mlp_width"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"model.{name} must be >= 1")
@@ -85,11 +99,11 @@ class GPTConfig:
         )
         require(0 <= self.dropout < 1, f"model.dropout must lie in [0, 1), not {self.dropout}")
         require(
-            self.attention == "full" or self.dropout == 0,
-            f"model.attention {self.attention} has no dropout: set model.dropout 0",
+            self.attention.pattern == "full" or self.dropout == 0,
+            f"model.attention.pattern {self.attention.pattern} has no dropout: set model.dropout 0",
         )
-        _check_dilated(self)
-        _check_block_sparse(self)
+        _check_dilated(self.attention, self.context)
+        _check_block_sparse(self.attention, self.context)
 
     @property
     def head_size(self) -> int:
@@ -134,43 +148,47 @@ class GPTConfig:
         )
 
 
-def _check_dilated(config: GPTConfig) -> None:
+def _check_dilated(config: AttentionConfig, context: int) -> None:
     lengths, rates = config.segment_lengths, config.dilation_rates
-    if config.attention != "dilated":
+    if config.pattern != "dilated":
         require(
             not lengths and not rates,
-            "model.segment_lengths and model.dilation_rates are for model.attention dilated, not "
-            f"for {config.attention}",
+            "model.attention.segment_lengths and dilation_rates are for model.attention.pattern "
+            f"dilated, not for {config.pattern}",
         )
         return
     require(
         len(lengths) == len(rates) and len(lengths) > 0,
-        "model.attention dilated needs as many model.segment_lengths as model.dilation_rates, "
-        f"not {len(lengths)} and {len(rates)}",
+        "model.attention.pattern dilated needs as many model.attention.segment_lengths as "
+        f"dilation_rates, not {len(lengths)} and {len(rates)}",
     )
     for length, rate in zip(lengths, rates, strict=True):
         require(
-            length >= 1 and config.context % length == 0,
-            f"model.segment_lengths: {length} does not divide model.context {config.context}",
+            length >= 1 and context % length == 0,
+            f"model.attention.segment_lengths: {length} does not divide model.context {context}",
         )
         require(
             rate >= 1 and length % rate == 0,
-            f"model.dilation_rates: {rate} does not divide its segment of {length} tokens",
+            f"model.attention.dilation_rates: {rate} does not divide its segment of {length} "
+            "tokens",
         )
     require(
         1 in rates,
-        f"model.dilation_rates {rates} needs a 1: otherwise no pattern covers some tokens",
+        f"model.attention.dilation_rates {rates} needs a 1: otherwise no pattern covers some "
+        "tokens",
     )
 
 
-def _check_block_sparse(config: GPTConfig) -> None:
+def _check_block_sparse(config: AttentionConfig, context: int) -> None:
     require(
         config.local_blocks >= 1 and config.global_blocks >= 0,
-        "model.local_blocks must be >= 1 and model.global_blocks >= 0, not "
+        "model.attention.local_blocks must be >= 1 and model.attention.global_blocks >= 0, not "
         f"{config.local_blocks} and {config.global_blocks}",
     )
-    require(config.block_size >= 1, f"model.block_size must be >= 1, not {config.block_size}")
     require(
-        config.attention != "block_sparse" or config.context % config.block_size == 0,
-        f"model.block_size {config.block_size} does not divide model.context {config.context}",
+        config.block_size >= 1, f"model.attention.block_size must be >= 1, not {config.block_size}"
+    )
+    require(
+        config.pattern != "block_sparse" or context % config.block_size == 0,
+        f"model.attention.block_size {config.block_size} does not divide model.context {context}",
     )

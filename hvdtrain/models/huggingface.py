@@ -67,9 +67,10 @@ def from_huggingface(
 
 def _layout(config: GPTConfig) -> str:
     """The layout of the transformers model that computes the same."""
-    if config.attention != "full":
+    if config.attention.pattern != "full":
         raise UserError(
-            f"transformers has no model with model.attention {config.attention}: it computes full"
+            f"transformers has no model with model.attention.pattern {config.attention.pattern}: "
+            "it computes full"
         )
     of_gpt = config.norm == "layer" and config.mlp == "gelu" and config.bias
     if of_gpt and config.key_heads == config.heads:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hvdtrain.config_tiers import basic, expert
 from hvdtrain.errors import require
 
 
@@ -35,11 +36,11 @@ class OptimConfig:
     """
 
     name: Literal["adamw", "sgd", "adam", "lion", "muon", "adafactor", "adamw8bit"] = "adamw"
-    lr: float = 1e-3
+    lr: float = basic(1e-3)
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    fused: bool = False
+    eps: float = expert(1e-8)
+    fused: bool = expert(False)
     momentum: float = 0.9
     weight_decay: float = 0.1
     clip_norm: float = 1.0
@@ -75,7 +76,7 @@ class ScheduleConfig:
     """
 
     name: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = 20
+    warmup_steps: int = basic(20)
     final_ratio: float = 0.1
 
     def __post_init__(self) -> None:
@@ -101,6 +102,6 @@ class PrecisionConfig:
         cudnn_benchmark: cuDNN benchmarks its algorithms for each new shape and uses the fastest
     """
 
-    name: Literal["float32", "bf16", "fp16", "bf16-params", "auto"] = "float32"
+    name: Literal["float32", "bf16", "fp16", "bf16-params", "auto"] = basic("float32")
     tf32: bool = False
-    cudnn_benchmark: bool = False
+    cudnn_benchmark: bool = expert(False)

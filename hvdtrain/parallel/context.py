@@ -67,7 +67,7 @@ def apply_context(model: GPT, group: dist.ProcessGroup) -> None:
         dist.all_reduce(torch.zeros(1, device=model.embedding.weight.device), group=group)
     for attention in _attentions(model):
         attention.attend = split_attention(attention.attend, group)
-    split = ZigZag if model.config.attention == "full" else Contiguous
+    split = ZigZag if model.config.attention.pattern == "full" else Contiguous
     model.split = split(group.rank(), group.size()) if group.size() > 1 else None
 
 
@@ -115,7 +115,8 @@ def check_context(model: GPTConfig, ranks: int) -> None:
     """
     if ranks == 1:
         return
-    chunks = 2 * ranks if model.attention == "full" else ranks
+    attention = model.attention
+    chunks = 2 * ranks if attention.pattern == "full" else ranks
     require(
         model.context % chunks == 0,
         f"model.context {model.context} is not a multiple of {chunks}, into which parallel.context "
@@ -127,22 +128,22 @@ def check_context(model: GPTConfig, ranks: int) -> None:
         "would draw other numbers than one rank does",
     )
     local = model.context // ranks
-    if model.attention == "block_sparse":
+    given = f"parallel.context {ranks} gives a rank {local} tokens"
+    if attention.pattern == "block_sparse":
         require(
-            local % model.block_size == 0,
-            f"parallel.context {ranks} gives a rank {local} tokens, which model.block_size "
-            f"{model.block_size} does not divide",
+            local % attention.block_size == 0,
+            f"{given}, which model.attention.block_size {attention.block_size} does not divide",
         )
-    for length, rate in zip(model.segment_lengths, model.dilation_rates, strict=True):
+    for length, rate in zip(attention.segment_lengths, attention.dilation_rates, strict=True):
         require(
             local % length == 0 or length % local == 0,
-            f"parallel.context {ranks} gives a rank {local} tokens: model.segment_lengths {length} "
-            "must divide that or be a multiple of it",
+            f"{given}: model.attention.segment_lengths {length} must divide that or be a multiple "
+            "of it",
         )
         require(
             length <= local or local % rate == 0,
-            f"parallel.context {ranks} gives a rank {local} tokens, which the model.dilation_rates "
-            f"{rate} of segments longer than that does not divide",
+            f"{given}, which the model.attention.dilation_rates {rate} of segments longer than "
+            "that does not divide",
         )
 
 

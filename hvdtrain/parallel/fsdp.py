@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 )
 
 # Private: FSDPModule.set_custom_all_gather is public, the defaults that it replaces are not. If
-# they move, `parallel.shard` fails at import; if FSDP calls them differently, waits along `shard`
+# they move, sharding fails at import; if FSDP calls them differently, waits along `shard`
 # are not counted. tests/single/test_torch_private_ranks.py detects it.
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
@@ -89,7 +89,7 @@ def apply_shard(
             module.set_custom_reduce_scatter(_TimedReduceScatter())
     if mesh.device_type == "cpu":
         # Private, without a public equivalent: the gather of the next block overlaps with the
-        # current one. If torch removes it, `parallel.shard` fails on CPUs.
+        # current one. If torch removes it, sharding fails on CPUs.
         model._set_unshard_async_op(True)  # type: ignore[operator]
         for block, following in pairwise(blocks if sharding.in_order else ()):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]

@@ -6,7 +6,7 @@ same result. Two layouts use it:
 
 - The state of a sharded optimizer (zero.py, ZeRO-1, arXiv:1910.02054). The trained parameters,
   flattened and concatenated, are cut into as many equal shards as there are ranks, and each shard
-  is held by `parallel.zero_copies` ranks. Any number of ranks can continue: the parameters are cut
+  is held by `parallel.shard.copies` ranks. Any number of ranks can continue: the parameters are cut
   again.
 - A model that spans ranks (spanned.py). A replica has a fixed number of shards, each of which is
   sent as a unit. To share the code, shard n is written as the placeholder Interval(0, n, n + 1),

@@ -63,8 +63,8 @@ class ShardedOptimizer(Optimizer):
         self.parameters = [p for group in self.param_groups for p in group["params"]]
         if not all(p.is_contiguous() for p in self.parameters):
             raise UserError(
-                "parallel.zero cuts parameters that lie in memory as their shape says, and the "
-                "task's model has others (channels_last): make them contiguous"
+                "parallel.shard.stage 1 cuts parameters that lie in memory as their shape says, "
+                "and the task's model has others (channels_last): make them contiguous"
             )
         self._plain, self._inner, self._wrap = inner, inner, wrap
         self._copies = copies

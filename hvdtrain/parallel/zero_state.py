@@ -95,7 +95,7 @@ class ShardedOptimizerState(ShardedPart):
         alone, copies = shard_map.sole_hosts(topology.hosts), len(shard_map.holders[0])
         if topology.rank == 0 and several and copies > 1 and alone:
             logger.warning(
-                "parallel.zero_copies %d: %s has too many of the ranks for copies on other hosts: "
+                "parallel.shard.copies %d: %s has too many of the ranks for copies on other hosts: "
                 "its loss would send the run back to a checkpoint",
                 copies,
                 " and ".join(alone),

@@ -113,12 +113,12 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> JobProfile:
     peak = peak_flops(gpu, dtype, tf32=False)
     if peak is None:
         raise UserError(f"--gpu {gpu}: its peak is unknown; known are {', '.join(PEAKS)}")
-    flops = count(task, model, datasets.train, config.batch.micro_size)
+    flops = count(task, model, datasets.train, config.batch.micro_samples)
     if flops is None:
         raise UserError("--gpu: the model's FLOPs cannot be counted; use --measure on such a GPU")
     seconds = flops / (peak * mfu)
     model = model.to(META)
-    batch = to_device(first_batch(task, datasets.train, config.batch.micro_size), META)
+    batch = to_device(first_batch(task, datasets.train, config.batch.micro_samples), META)
     for shapes in comm.COLLECTIVES.micro_batches(iter([batch]), in_common=0):
         kept = forward(task, model, shapes)[1]
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -128,7 +128,7 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> JobProfile:
         optimizer_seconds=0.0,
         other_seconds=0.0,
         micro_batches=config.batch.micro_batches,
-        micro_size=config.batch.micro_size,
+        micro_size=config.batch.micro_samples,
         buckets=evenly_ready(parameters),
         costs=free_wires(),
         element_bytes=parameters[0].element_size(),

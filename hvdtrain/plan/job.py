@@ -111,10 +111,11 @@ def require_micro_size(batch: BatchConfig) -> None:
     Raises:
         UserError: the configuration allows other sizes.
     """
-    if batch.max_tokens or batch.per_rank_size:
+    if batch.max_tokens or batch.per_rank_size or batch.micro_size == "auto":
         raise UserError(
             "hvdtrain plan requires micro-batches of batch.micro_size samples: give "
-            "batch.global_size and batch.micro_size, not batch.max_tokens or batch.per_rank_size"
+            "batch.global_size and a number for batch.micro_size, not batch.max_tokens or "
+            "batch.per_rank_size"
         )
 
 

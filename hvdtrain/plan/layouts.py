@@ -1,7 +1,7 @@
 """Memory and step time of a job on each layout, and the cheapest one that fits.
 
-Memory is computed as in docs/parallel.md (Rajbhandari et al., "ZeRO", arXiv:1910.02054), the
-bubble of a pipeline as in Huang et al., "GPipe", arXiv:1811.06965.
+Memory is computed as in docs/choosing-parallel.md (Rajbhandari et al., "ZeRO", arXiv:1910.02054),
+the bubble of a pipeline as in Huang et al., "GPipe", arXiv:1811.06965.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from hvdtrain.exchange.config import STRATEGIES, ExchangeConfig
 from hvdtrain.plan.cluster import Cluster, all_gather, all_reduce, reduce_scatter
 from hvdtrain.plan.job import JobProfile
 from hvdtrain.plan.predict import COMPRESSIONS, predict
+from hvdtrain.runtime.mesh import key_of_degree
 
 _ALL_REDUCES_OF_A_BLOCK = 4  # two forward, two backward, along `tensor`
 # Full-size copies of the gradient in a compression: its sum, its residual, the received result.
@@ -46,9 +47,9 @@ class ModelLayout:
     def flags(self) -> str:
         """Keys of the configuration; empty: the defaults."""
         axes = {"tensor": self.tensor, "pipeline": self.pipeline, "shard": self.shard}
-        found = [f"--parallel.{axis} {degree}" for axis, degree in axes.items() if degree > 1]
+        found = [f"--{key_of_degree(axis)} {degree}" for axis, degree in axes.items() if degree > 1]
         if self.zero_copies:
-            found.append(f"--parallel.zero 1 --parallel.zero_copies {self.zero_copies}")
+            found.append(f"--parallel.shard.stage 1 --parallel.shard.copies {self.zero_copies}")
         keys = STRATEGIES[self.strategy].items()
         return " ".join([*found, *(f"--exchange.{key} {value}" for key, value in keys)])
 

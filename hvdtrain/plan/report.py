@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from matplotlib.ticker import PercentFormatter
+from itertools import cycle
+
 from rich.console import Console
 from rich.table import Table
 
@@ -10,8 +11,8 @@ from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import BUCKET_BYTES
 from hvdtrain.plan.result import Placed, PlanResult
 from hvdtrain.plan.sources import MeasuredLink
-from hvdtrain.report import units
-from hvdtrain.report.draw import BLUE, GREEN, GREY, ORANGE, PURPLE, canvas, legend
+from hvdtrain.report import charts, units
+from hvdtrain.text import plural
 
 _MOST_LAYOUTS = 12
 
@@ -61,7 +62,7 @@ def _layouts(plan: PlanResult) -> Table:
     shown = plan.placed[:_MOST_LAYOUTS]
     if plan.best is not None and plan.best not in shown:
         shown = [*shown, plan.best]
-    title = f"Layouts on {plan.cluster.ranks} ranks, fastest first"
+    title = f"Layouts on {plural(plan.cluster.ranks, 'rank')}, fastest first"
     table = Table(title=title, title_justify="left")
     table.add_column("flags", overflow="fold")
     for name in ("memory per rank", "fits", "ms/step", "price per 1M samples"):
@@ -99,35 +100,23 @@ def command(plan: PlanResult, placed: Placed) -> str:
     return " ".join(word for word in words if word)
 
 
-# --- plot of the efficiency --------------------------------------------------
+# --- chart of the efficiency --------------------------------------------------
 
 
-_COLORS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
-_MARKS = {"compute": "o", "bandwidth": "s", "latency": "^", "uneven": "D"}
-
-
-def plan_svg(plan: PlanResult) -> str:
-    """Return a standalone SVG: a line per exchange, with marks for the limiting resource."""
-    with canvas(3.5, above=0.7) as (axes, svg):
-        for strategy, color in zip(plan.terms.strategies, _COLORS, strict=False):
-            found = [one for _, one in plan.scaling if one.strategy == strategy]
-            ranks = [one.ranks for one in found]
-            axes.plot(ranks, [one.efficiency for one in found], color=color, label=strategy)
-            for one in found:
-                mark = _MARKS[one.limit]
-                axes.plot([one.ranks], [one.efficiency], mark, color=color, markersize=5)
-        for limit, mark in _MARKS.items():
-            if any(one.limit == limit for _, one in plan.scaling):
-                axes.plot([], [], mark, color=GREY, label=f"limited by {limit}", linestyle="none")
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set_xticks(sorted({one.ranks for _, one in plan.scaling}))
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_ylim(0, 1.05)
-        axes.set_xlabel("ranks")
-        axes.set_ylabel("efficiency")
-        legend(axes, 4)
-    return svg[0]
+def efficiency(plan: PlanResult) -> charts.Chart:
+    """Return a chart of the efficiency over the ranks: a line per exchange."""
+    drawn = []
+    for strategy, color in zip(plan.terms.strategies, cycle(charts.PALETTE), strict=False):
+        found = [one for _, one in plan.scaling if one.strategy == strategy]
+        points = {
+            "x": [float(one.ranks) for one in found],
+            "y": [100 * one.efficiency for one in found],
+        }
+        drawn.append(charts.series(strategy, points, color))
+    note = "Relative to that number of single ranks"
+    return charts.lines(
+        "Efficiency", "%", drawn, x="ranks", log="x", zero=True, wide=True, note=note
+    )
 
 
 # --- settings of a cluster from its all-reduces ------------------------------

@@ -17,7 +17,7 @@ from hvdtrain.plan.predict import COMPRESSIONS, Prediction, predict
 # --- checkpoint interval and goodput under failures --------------------------
 
 
-# Measured from a killed rank to the next step, see docs/elasticity.md and docs/launch.md:
+# Measured from a killed rank to the next step, see docs/benchmarks.md#recovery-times:
 # most of RESTART_SECONDS is the start of the ranks.
 ELASTIC_SECONDS = 0.4
 RESTART_SECONDS = 8.5

@@ -166,12 +166,13 @@ def _of_run(path: Path) -> Found:
             f"--from {path}: it has no ranks.jsonl or config.yaml; train some tens of "
             "steps (telemetry.exchange_every)"
         )
-    if found["layout"] or run.config.get("parallel", {}).get("zero"):
+    if found["layout"] or run.config.get("parallel", {}).get("shard", {}).get("stage") == 1:
         raise UserError(f"--from {path}: its model spans ranks; plan from a run with whole models")
     batch = run.config["batch"]
-    if batch.get("max_tokens") or batch.get("per_rank_size"):
+    if batch.get("max_tokens") or batch.get("per_rank_size") or batch["micro_size"] == "auto":
         raise UserError(
-            f"--from {path}: batch.max_tokens and batch.per_rank_size are not supported"
+            f"--from {path}: batch.max_tokens, batch.per_rank_size and batch.micro_size auto are "
+            "not supported"
         )
     micro_batches = max(1, batch["global_size"] // batch["micro_size"])
     world = int(ranks.world_size[-1])

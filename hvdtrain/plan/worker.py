@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from hvdtrain import comm
 from hvdtrain.bench.app import AppLoop
 from hvdtrain.bench.processes import MARK
-from hvdtrain.config import Settings, parse
+from hvdtrain.config import Settings, parse, with_current_names
 from hvdtrain.data.loader import to_device
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.config import STRATEGIES
@@ -62,10 +62,14 @@ def measured(flags: Sequence[str], topology: Topology) -> JobProfile:
     settings = parse(flags)
     batch, parallel = settings.config.batch, settings.config.parallel
     require_micro_size(batch)
-    if parallel.spans_ranks or parallel.zero:
+    if parallel.any:
         raise UserError("hvdtrain plan measures the whole model on one rank: omit parallel.*")
     data = build_data(settings)
-    one = [*flags, f"--batch.global_size={batch.micro_size}", f"--train.steps={_STEPS}"]
+    one = [
+        *with_current_names(flags),
+        f"--batch.global_size={batch.micro_samples}",
+        f"--train.duration={_STEPS}",
+    ]
     keys = {name: STRATEGIES[name] for name in ("dense", "powersgd", "topk")}
     phases, looked = {}, None
     for name, own in keys.items():
@@ -92,7 +96,7 @@ def measured(flags: Sequence[str], topology: Topology) -> JobProfile:
         optimizer_seconds=dense["optimizer"],
         other_seconds=dense["other"] + dense["comm_exposed"],
         micro_batches=batch.micro_batches,
-        micro_size=batch.micro_size,
+        micro_size=batch.micro_samples,
         buckets=buckets_of(looked.parameters, looked.ready),
         costs=costs,
         element_bytes=looked.parameters[0].element_size(),
@@ -138,7 +142,7 @@ class _SinglePasses:
 def _look(app: AppLoop, settings: Settings, data: tuple[Task, Datasets]) -> _SinglePasses:
     task, datasets = data
     parameters = [p for p in app.model.parameters() if p.requires_grad]
-    batch = first_batch(task, datasets.train, settings.config.batch.micro_size)
+    batch = first_batch(task, datasets.train, settings.config.batch.micro_samples)
     on_device = to_device(batch, parameters[0].device)
     seen: dict[Tensor, list[float]] = {p: [] for p in parameters}
     hooks = [p.register_post_accumulate_grad_hook(_stamp(seen)) for p in parameters]

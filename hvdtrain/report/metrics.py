@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -11,30 +13,35 @@ from hvdtrain.audit.goodput import Goodput, measure
 from hvdtrain.audit.ledger import GenerationRecord
 from hvdtrain.audit.lineage import redone_steps
 from hvdtrain.data.order import MixedOrder
+from hvdtrain.engine.config import steps_of
+from hvdtrain.report import units
 from hvdtrain.report.run import Column, RankSeries, RecordedRun, sources_of
+from hvdtrain.run_files.listing import alive
 from hvdtrain.runtime.mesh import WAITED
 
 Metrics = dict[str, Any]
 
+RECENT = 50  # logged steps that predict the remaining time
 STATES = {0: "finished", 75: "preempted"}
-COMPARED = (
-    "steps",
-    "ranks",
-    "final_loss",
-    "final_validation_loss",
-    "lowest_validation_loss",
-    "median_samples_per_second",
-    "median_step_seconds",
-    "exposed_share",
-    "overlap",
-    "bus_bandwidth_bytes_per_second",
-    "slowest_rank_median_score",
-    "goodput_share",
-    "wall_seconds",
-    "median_checkpoint_seconds",
-    "peak_host_memory_bytes",
-    "peak_device_memory_bytes",
-)
+# Metrics that every run has: label and format.
+COMPARED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "steps": ("steps", units.number),
+    "ranks": ("ranks", units.number),
+    "final_loss": ("final loss", units.number),
+    "final_validation_loss": ("final validation loss", units.number),
+    "lowest_validation_loss": ("lowest validation loss", units.number),
+    "median_samples_per_second": ("samples per second, median", units.number),
+    "median_step_seconds": ("step time, median", units.seconds),
+    "exposed_share": ("exposed communication, share of the ranks' time", units.percent),
+    "overlap": ("communication hidden behind compute", units.percent),
+    "bus_bandwidth_bytes_per_second": ("bus bandwidth, at least", units.bandwidth),
+    "slowest_rank_median_score": ("lowest median straggler score", units.number),
+    "goodput_share": ("goodput", units.percent),
+    "wall_seconds": ("wall time", units.seconds),
+    "median_checkpoint_seconds": ("time to write a checkpoint, median", units.seconds),
+    "peak_host_memory_bytes": ("peak host memory per rank", units.size),
+    "peak_device_memory_bytes": ("peak device memory per rank", units.size),
+}
 
 
 def run_metrics(run: RecordedRun) -> Metrics:
@@ -67,11 +74,17 @@ def _progress(run: RecordedRun) -> Metrics:
     early = any(g.early_stop for g in run.ledger.generations) if run.ledger else False
     if last and code == 0 and early and last.reached < last.start.total_steps:
         ended = "stopped early"
+    total = last.start.total_steps if last else _train_steps(run)
+    remaining = None
+    if code is None and alive(run.path / ".owner"):
+        lines = [*zip(step[-RECENT:].tolist(), run.steps["time"][-RECENT:].tolist(), strict=True)]
+        remaining = remaining_seconds(lines, total)
     return {
         "state": ended if last else None,
         "exit_code": code,
         "steps": int(step[-1]) if len(step) else 0,
-        "total_steps": last.start.total_steps if last else _train_steps(run),
+        "total_steps": total,
+        "remaining_seconds": remaining,
         "epochs": _epochs(last) if last else None,
         "ranks": last.start.world_size if last else run.manifest.get("world_size"),
         "hosts": last.start.hosts if last else run.manifest.get("hosts", {}),
@@ -83,10 +96,22 @@ def _progress(run: RecordedRun) -> Metrics:
     }
 
 
+def remaining_seconds(lines: Sequence[tuple[float, float]], total: int | None) -> float | None:
+    """Seconds until the last step at the rate of the given lines; None if it is unknown.
+
+    Args:
+        lines: step and Unix time of the last RECENT lines, in order.
+    """
+    if total is None or len(lines) < 2 or not lines[-1][0] > lines[0][0]:
+        return None
+    first, begin, last, now = map(float, (*lines[0], *lines[-1]))
+    left = (now - begin) / (last - first) * (total - last)
+    return max(0.0, left) if math.isfinite(left) else None
+
+
 def _train_steps(run: RecordedRun) -> int | None:
-    """Configured number of steps; None: it follows from train.epochs and the data."""
-    steps = run.config.get("train", {}).get("steps")
-    return steps if isinstance(steps, int) and steps > 0 else None
+    """Configured number of steps; None: the run's length is configured in epochs."""
+    return steps_of(run.config.get("train", {}).get("duration")) or None
 
 
 def _epochs(last: GenerationRecord) -> float | None:
@@ -268,14 +293,20 @@ def _goodput(run: RecordedRun) -> Metrics:
 
 
 def restarts(run: RecordedRun) -> list[Metrics] | None:
-    """Each start after the first, with its cost."""
+    """Each start after the first step, with its cost; earlier starts belong to the start-up."""
     if run.ledger is None:
         return None
     generations = run.ledger.generations
+    reached = accumulate((generation.reached for generation in generations), max)
+    first = generations[0].start.step
+    later = [
+        pair for pair, most in zip(pairwise(generations), reached, strict=False) if most > first
+    ]
     return [
         {
             "number": number,
             "cause": now.start.cause,
+            "at_seconds": now.start.time - run.ledger.began,
             "source": now.start.source,
             "step": now.start.step,
             "ranks_before": before.start.world_size,
@@ -286,7 +317,7 @@ def restarts(run: RecordedRun) -> list[Metrics] | None:
             "redone_steps": redone_steps(before, now.start).least,
             "redone_steps_at_most": redone_steps(before, now.start).most,
         }
-        for number, (before, now) in enumerate(pairwise(generations), start=1)
+        for number, (before, now) in enumerate(later, start=1)
     ]
 
 

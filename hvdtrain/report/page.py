@@ -1,86 +1,82 @@
-"""The report pages: one self-contained HTML file each, with a summary at the top."""
+"""The report pages as JSON, which static/page.js shows: at the top a summary."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.audit.lineage import Redone
-from hvdtrain.errors import UserError
-from hvdtrain.report import units
-from hvdtrain.report.metrics import Metrics, who
+from hvdtrain.report import charts, run_charts, tables, texts, units
+from hvdtrain.report.metrics import Metrics
 from hvdtrain.report.run import RecordedRun
 from hvdtrain.text import plural
 
-_INSTALL = (
-    "hvdtrain report requires {name}, which is not installed: pip install 'hvdtrain[report]', or "
-    "use --format json, which does not require it"
-)
+# Parts of the goodput, as a tile names them.
+_PARTS = {"start": "start-up", "restart": "start-up after restarts", "down": "not running"}
+Page = dict[str, Any]
+Tile = dict[str, str]
 
 
-def one(run: RecordedRun, metrics: Metrics) -> str:
-    """Render the page of a run.
-
-    Raises:
-        UserError: matplotlib or jinja2 is not installed.
-    """
-    template = _template("run.html")
-    from hvdtrain.report import plots, tables
-
-    return template.render(
+def one(run: RecordedRun, metrics: Metrics) -> Page:
+    """Make the page of a run."""
+    layout = metrics["layout"]
+    picture = [text("Layout", "\n".join(layout["picture"]), open=True)] if layout else []
+    return page(
         title=run.name,
         headline=headline(metrics),
         tiles=tiles(metrics),
-        warnings=warnings(metrics),
-        missing=run.missing,
-        picture="\n".join(metrics["layout"]["picture"]) if metrics["layout"] else "",
+        notes=[note(line, True) for line in warnings(metrics)] + [*map(note, run.missing)],
+        clocks=[run_charts.clock(run)],
+        marks=run_charts.marks(metrics),
         first=tables.first(metrics),
+        charts=run_charts.make(run, metrics),
         last=tables.last(run, metrics),
-        plots=plots.plots(run, metrics),
+        texts=picture + texts.of_run(run.path),
     )
 
 
-def two(a: RecordedRun, b: RecordedRun, metrics: tuple[Metrics, Metrics]) -> str:
-    """Render the page that compares two runs.
-
-    Raises:
-        UserError: as `one`.
-    """
-    template = _template("compare.html")
-    from hvdtrain.report import compare
-
-    sides = [
-        (letter, run, headline(found))
-        for letter, run, found in zip("AB", (a, b), metrics, strict=True)
-    ]
-    return template.render(
+def two(a: RecordedRun, b: RecordedRun, metrics: tuple[Metrics, Metrics]) -> Page:
+    """Make the page that compares two runs."""
+    sides = [*zip("AB", (a, b), metrics, strict=True)]
+    notes = [note(f"{letter}: {line}") for letter, run, _ in sides for line in run.missing]
+    return page(
         title=f"{a.name} and {b.name}",
-        sides=sides,
-        tables=[compare.table(*metrics)],
-        plots=compare.plots(a, b, metrics),
+        headline="\n".join(f"{letter}  {run.path}: {headline(m)}" for letter, run, m in sides),
+        notes=notes,
+        clocks=[run_charts.clock(run) for run in (a, b)],
+        charts=charts.of_runs({letter: run_charts.points(run) for letter, run, _ in sides}),
+        first=[
+            texts.differences({letter: texts.configuration(run.path) for letter, run, _ in sides})
+        ],
+        last=[tables.both(*metrics)],
     )
 
 
-def _template(name: str) -> Any:
-    try:
-        import jinja2
-        import matplotlib  # noqa: F401 - reports its absence before any work is done
-    except ModuleNotFoundError as error:
-        raise UserError(_INSTALL.format(name=error.name)) from None
-    loader = jinja2.PackageLoader("hvdtrain.report")
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
-    )
-    return environment.get_template(name)
+def page(title: str, **parts: Any) -> Page:
+    """Make a page; all text in it is plain text.
+
+    Args:
+        parts: headline: lines. state: of a live run, and mood: "good", "bad" or "". links: (text,
+            address). tiles, notes. clocks: per run the seconds since its start at some steps.
+            marks: restarts. charts. first, last: tables above and below the charts. texts: below
+            them, folded.
+    """
+    parts |= {name: [vars(table) for table in parts.get(name, [])] for name in ("first", "last")}
+    empty: dict[str, Any] = {"headline": "", "state": "", "mood": "", "texts": []}
+    empty |= {name: [] for name in ("links", "tiles", "notes", "clocks", "marks", "charts")}
+    return {"title": title, **empty, **parts}
 
 
-@dataclass(frozen=True)
-class Tile:
-    """One metric: label, value and a note."""
+def tile(label: str, value: str, below: str = "") -> Tile:
+    """One metric: label, value and what is below it."""
+    return {"label": label, "value": value, "note": below}
 
-    label: str
-    value: str
-    note: str = ""
+
+def note(line: str, warning: bool = False) -> dict[str, Any]:
+    return {"text": line, "warning": warning}
+
+
+def text(title: str, content: str, open: bool = False) -> dict[str, Any]:
+    return {"title": title, "text": content, "open": open}
 
 
 def headline(metrics: Metrics) -> str:
@@ -104,149 +100,77 @@ def headline(metrics: Metrics) -> str:
 
 def tiles(metrics: Metrics) -> list[Tile]:
     """The most important metrics at a glance."""
-    communication = *_communication(metrics), *_layout(metrics["layout"])
-    return [*_training(metrics), *communication, *_reliability(metrics)]
-
-
-def _training(metrics: Metrics) -> list[Tile]:
-    validation = metrics["final_validation_loss"]
-    lowest, mfu = metrics["lowest_validation_loss"], metrics["median_mfu"]
     return [
-        Tile(
-            "Final loss",
-            units.number(metrics["final_loss"]),
-            f"validation {units.number(validation)}, lowest {units.number(lowest)}"
-            + "".join(
-                f", {name.replace('_', ' ')} {units.number(value)}"
-                for name, value in metrics["final_validation"].items()
-            )
-            if validation is not None
-            else "no validation",
-        ),
-        Tile(
-            "Throughput",
-            f"{units.number(metrics['median_samples_per_second'])} samples/s",
-            "median step"
-            + (f"; {units.percent(mfu)} of the peak FLOP/s (MFU)" if mfu is not None else ""),
-        ),
-        Tile("Step time", units.seconds(metrics["median_step_seconds"]), "median"),
-    ]
-
-
-def _communication(metrics: Metrics) -> list[Tile]:
-    if metrics["phase_shares"] is None:
-        return [Tile("Communication", units.UNKNOWN, "not recorded")]
-    if metrics["overlap"] is None:
-        return [Tile("Communication", "none", "one rank")]
-    return [
-        Tile(
-            "Exposed communication",
-            units.percent(metrics["exposed_share"]),
-            "of the ranks' time; includes waiting for slow ranks",
-        ),
-        Tile("Overlap", units.percent(metrics["overlap"]), "1 - exposed / in-flight"),
-        Tile(
-            "Bus bandwidth",
-            "≥ " + units.bandwidth(metrics["bus_bandwidth_bytes_per_second"]),
-            "bytes × 2(n-1)/n / in-flight time, which is longer than the transfer",
-        ),
-    ]
-
-
-def _layout(layout: Metrics | None) -> list[Tile]:
-    if layout is None:
-        return []
-    waits = layout["wait_seconds_per_step"].items()
-    waited = ", ".join(f"{axis} {units.seconds(seconds)}" for axis, seconds in waits)
-    note = f"waits per rank and step: {waited}" if waited else ""
-    tiles = [Tile("Layout", layout["picture"][0].partition(" = ")[2], note)]
-    if layout["bubble_share"] is not None:
-        formula = layout["bubble_formula_share"]
-        expected = f"by (p-1)/(vm+p-1): {units.percent(formula)}" if formula else ""
-        tiles.append(Tile("Pipeline bubble", units.percent(layout["bubble_share"]), expected))
-    return tiles
-
-
-def _reliability(metrics: Metrics) -> list[Tile]:
-    return [
+        _steps(metrics),
+        _loss(metrics),
+        _throughput(metrics),
+        _communication(metrics),
         _goodput(metrics),
         _restarts(metrics),
-        _stragglers(metrics),
-        _checkpoints(metrics),
-        _memory(metrics),
     ]
+
+
+def _steps(metrics: Metrics) -> Tile:
+    of = f" of {metrics['total_steps']:,}" if metrics["total_steps"] else ""
+    left = metrics["remaining_seconds"]
+    below = f"{units.seconds(left)} left" if left is not None else metrics["state"] or ""
+    return tile("Steps", f"{metrics['steps']:,}{of}", below)
+
+
+def _loss(metrics: Metrics) -> Tile:
+    validation, lowest = (metrics[f"{which}_validation_loss"] for which in ("final", "lowest"))
+    below = f"validation {units.number(validation)}, lowest {units.number(lowest)}"
+    final = units.number(metrics["final_loss"])
+    return tile("Final loss", final, "no validation" if validation is None else below)
+
+
+def _throughput(metrics: Metrics) -> Tile:
+    mfu = metrics["median_mfu"]
+    below = f"{units.seconds(metrics['median_step_seconds'])} per step"
+    below += f", {units.percent(mfu)} of the peak FLOP/s" if mfu is not None else ""
+    speed = units.number(metrics["median_samples_per_second"])
+    return tile("Throughput, median", f"{speed} samples/s", below)
+
+
+def _communication(metrics: Metrics) -> Tile:
+    label = "Exposed communication"
+    if metrics["phase_shares"] is None:
+        return tile(label, units.UNKNOWN, "not recorded")
+    if metrics["overlap"] is None:
+        return tile(label, "none", "one rank")
+    share = units.percent(metrics["exposed_share"])
+    return tile(label, share, "of the ranks' time, with waiting for slow ranks")
 
 
 def _goodput(metrics: Metrics) -> Tile:
     parts = metrics["seconds_by_part"]
     if parts is None:
-        return Tile("Goodput", units.UNKNOWN, "no events")
+        return tile("Goodput", units.UNKNOWN, "no events")
     lost = {name: s for name, s in parts.items() if name != "steps" and s > 0}
     most = sorted(lost, key=lambda name: -lost[name])[:2]
-    named = ", ".join(f"{name} {units.seconds(lost[name])}" for name in most)
-    return Tile(
-        "Goodput",
-        units.percent(metrics["goodput_share"]),
-        f"most time lost to: {named}" if named else "no time lost",
-    )
+    named = ", ".join(f"{_PARTS.get(name, name)} {units.seconds(lost[name])}" for name in most)
+    share = units.percent(metrics["goodput_share"])
+    return tile("Goodput", share, f"lost: {named}" if named else "no time lost")
 
 
 def _restarts(metrics: Metrics) -> Tile:
     restarts = metrics["restarts"]
     if restarts is None:
-        return Tile("Restarts", units.UNKNOWN, "no events")
+        return tile("Restarts", units.UNKNOWN, "no events")
     if not restarts:
-        return Tile("Restarts", "0")
+        return tile("Restarts", "0")
     cost = sum(restart["seconds_without_steps"] for restart in restarts)
     bounds = ("redone_steps", "redone_steps_at_most")
     redone = Redone(*(sum(restart[name] for restart in restarts) for name in bounds))
-    return Tile(
-        "Restarts",
-        str(len(restarts)),
-        f"{units.seconds(cost)} without steps, {redone.counted()} redone",
-    )
-
-
-def _stragglers(metrics: Metrics) -> Tile:
-    named = metrics["stragglers"]
-    if named:
-        worst = named[0]
-        count = len({rank for entry in named for rank in entry["ranks"]})
-        return Tile("Slow ranks", str(count), f"longest: {who(worst)}, {worst['phase']}")
-    if metrics["slowest_rank"] is None:
-        several = metrics["phase_shares"] is None
-        return Tile("Slow ranks", units.UNKNOWN, "not recorded" if several else "one rank")
-    score = units.number(metrics["slowest_rank_median_score"], 2)
-    return Tile("Slow ranks", "none", f"lowest median score {score}")
-
-
-def _checkpoints(metrics: Metrics) -> Tile:
-    count = metrics["checkpoints"]
-    if count is None:
-        return Tile("Checkpoints", units.UNKNOWN, "no events")
-    notes = []
-    if count:
-        notes.append(f"last after step {metrics['last_checkpoint_step']:,}")
-        notes.append(f"{units.seconds(metrics['median_checkpoint_seconds'])} to write (median)")
-    if metrics["failed_checkpoints"]:
-        notes.append(f"{metrics['failed_checkpoints']} FAILED")
-    return Tile("Checkpoints", f"{count:,}", ", ".join(notes))
-
-
-def _memory(metrics: Metrics) -> Tile:
-    peak, rank = metrics["peak_host_memory_bytes"], metrics["peak_host_memory_rank"]
-    if peak is None:
-        return Tile("Peak memory", units.UNKNOWN, "not recorded")
-    device = metrics["peak_device_memory_bytes"]
-    note = f"resident, rank {rank}"
-    if device is not None:
-        note += f"; device {units.size(device)}, rank {metrics['peak_device_memory_rank']}"
-    return Tile("Peak memory per rank", units.size(peak), note)
+    below = f"{units.seconds(cost)} without steps, {redone.counted()} redone"
+    return tile("Restarts", str(len(restarts)), below)
 
 
 def warnings(metrics: Metrics) -> list[str]:
     """Problems that need attention, in addition to missing parts."""
     found = []
+    if metrics["stragglers"]:
+        found.append(f"{run_charts.slow_ranks(metrics)}.")
     if metrics["steps_without_finite_loss"]:
         count = plural(metrics["steps_without_finite_loss"], "step")
         found.append(f"{count} had a non-finite loss.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hvdtrain.audit.goodput import PARTS
 from hvdtrain.audit.lineage import Redone
 from hvdtrain.report import units
-from hvdtrain.report.metrics import Metrics, who
+from hvdtrain.report.metrics import COMPARED, Metrics, per_step, phases, ratios, who
 from hvdtrain.report.run import RecordedRun
 
 _ROWS = 20
@@ -48,8 +48,51 @@ def first(metrics: Metrics) -> list[ReportTable]:
 
 def last(run: RecordedRun, metrics: Metrics) -> list[ReportTable]:
     """Tables of the time spent and of facts; empty tables are omitted."""
-    every = _lost(metrics), _phases(metrics), _collectives(metrics), _facts(run, metrics)
+    spent = _lost(metrics), _phases(metrics), _collectives(metrics)
+    every = _all_metrics(metrics), *spent, _facts(run, metrics)
     return [t for t in every if t.rows]
+
+
+def both(a: Metrics, b: Metrics) -> ReportTable:
+    """Table of the metrics of two runs and their ratios."""
+    found = ratios(a, b)
+    rows = []
+    for name, (label, text) in COMPARED.items():
+        if a[name] is not None or b[name] is not None:
+            rows.append([label, text(a[name]), text(b[name]), _times(found[name])])
+    for phase in phases(a, b):
+        values = per_step(a, phase), per_step(b, phase)
+        ratio = _times(found[f"{phase}_seconds_per_step"])
+        rows.append([f"{phase}, per step", *map(units.seconds, values), ratio])
+    for name, label in (("restarts", "restarts"), ("stragglers", "slow ranks reported")):
+        counts = [units.UNKNOWN if f[name] is None else str(len(f[name])) for f in (a, b)]
+        rows.append([label, *counts, ""])
+    return ReportTable("Metrics", ["", "A", "B", "B / A"], rows)
+
+
+def _times(ratio: float | None) -> str:
+    return units.UNKNOWN if ratio is None else f"{ratio:.3g}"
+
+
+def _all_metrics(metrics: Metrics) -> ReportTable:
+    rows = [
+        [label, text(metrics[name])]
+        for name, (label, text) in COMPARED.items()
+        if metrics[name] is not None
+    ]
+    for name, value in metrics["final_validation"].items():
+        rows.append([f"final validation {name.replace('_', ' ')}", units.number(value)])
+    if metrics["checkpoints"]:
+        last = f"{metrics['checkpoints']:,}, last after step {metrics['last_checkpoint_step']:,}"
+        rows.append(["checkpoints", last])
+    if layout := metrics["layout"]:
+        for axis, seconds in layout["wait_seconds_per_step"].items():
+            rows.append([f"wait on axis {axis}, per rank and step", units.seconds(seconds)])
+        if layout["bubble_share"] is not None:
+            rows.append(["pipeline bubble", units.percent(layout["bubble_share"])])
+            equal = layout["bubble_formula_share"]
+            rows.append(["pipeline bubble, if all stages were equally fast", units.percent(equal)])
+    return ReportTable("Metrics", [], rows)
 
 
 def _sources(metrics: Metrics) -> ReportTable:
@@ -74,7 +117,7 @@ def _restart_table(metrics: Metrics) -> ReportTable:
     rows = [
         [
             str(restart["number"]),
-            _cause(restart),
+            cause(restart),
             f"{restart['step']:,}",
             f"{restart['ranks_before']} → {restart['ranks_after']}",
             units.seconds(restart["seconds_without_steps"]),
@@ -89,12 +132,13 @@ def _restart_table(metrics: Metrics) -> ReportTable:
     return ReportTable("Restarts", head, [row for row in rows if int(row[0]) in shown], left, 2)
 
 
-def _cause(restart: Metrics) -> str:
-    cause = _CAUSES.get(str(restart["cause"]), str(restart["cause"]))
+def cause(restart: Metrics) -> str:
+    """Describe why a run started again, and from which state."""
+    found = _CAUSES.get(str(restart["cause"]), str(restart["cause"]))
     for what, name in (("lost", "hosts_lost"), ("gained", "hosts_gained")):
-        if restart[name]:
-            cause += f", {what} {' '.join(restart[name])}"
-    return f"{cause} (state from {restart['source']})"
+        if restart.get(name):
+            found += f", {what} {' '.join(restart[name])}"
+    return f"{found} (state from {restart['source']})"
 
 
 def _straggler_table(metrics: Metrics) -> ReportTable:

@@ -127,7 +127,7 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
     on_all_ranks("memory", lambda: arrange_activations(config.memory, task, model, device))
     config = with_micro_size(config, Trial(task, model, datasets, precision, config.seed), topology)
     compiled = on_all_ranks("compile", lambda: compile_blocks(config.compile, task, model, timer))
-    on_all_ranks("parallel.shard", lambda: strategy.shard(task, model))
+    on_all_ranks("parallel.shard.degree", lambda: strategy.shard(task, model))
     interleaved = on_all_ranks(
         "batch.interleave", lambda: _interleaved(config, task, model, device)
     )
@@ -214,8 +214,8 @@ def build_loop(
     if config.precision.name == "auto":
         chosen = components.precision.name, context.device.type
         logger.info("precision.name auto: %s, on %s", *chosen)
-    if config.memory.fit:
-        logger.info("memory.fit: batch.micro_size %d", config.batch.micro_size)
+    if components.prepared.config.batch.micro_size == "auto":
+        logger.info("batch.micro_size auto: %d", config.batch.micro_size)
     loss_scale = components.precision.loss_scale
     sharded = state.sharded.optimizer if state.sharded else None
     update = Update(
@@ -319,7 +319,7 @@ def build_flops(
     if config.batch.max_tokens:
         return None  # micro-batches differ
     peak = config.telemetry.peak_flops or peak_of(device, dtype)
-    samples = config.batch.micro_size
+    samples = config.batch.micro_samples
     flops = count(task, model, datasets.train, samples) if peak else None
     return ModelFlops(flops / samples, peak) if peak and flops else None
 

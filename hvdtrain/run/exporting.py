@@ -101,7 +101,7 @@ def build_exporter(
     )
     exporter.watch_total(
         "compile_seconds",
-        "Seconds in which this process compiled its model; 0 without compile.enabled",
+        "Seconds in which this process compiled its model; 0 without compile",
         lambda: of.compiled.seconds if of.compiled else 0.0,
     )
     for name, total, text in (

@@ -1,4 +1,4 @@
-"""Search for the largest micro-batch that fits into memory, before training: `memory.fit`."""
+"""Search for the largest micro-batch that fits into memory: `batch.micro_size auto`."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Trial:
                 (loss[0] if isinstance(loss, tuple) else loss).backward()
         except CollectiveError:
             raise UserError(
-                "memory.fit tries micro-batches on each rank alone, but this model's forward pass "
-                "calls collectives (as image.sync_batchnorm does): set batch.micro_size"
+                "batch.micro_size auto tries micro-batches on each rank alone, but this model's "
+                "forward pass calls collectives (as image.sync_batchnorm does): set a number"
             ) from None
         finally:
             for parameter in self.model.parameters():
@@ -74,29 +74,29 @@ class Trial:
 
 
 def with_micro_size(config: Config, trial: Trial, topology: Topology) -> Config:
-    """Return the configuration; with `memory.fit`, with the largest `batch.micro_size` that fits.
+    """Return the configuration; with `batch.micro_size auto`, with the largest size that fits.
 
     The size divides the global batch and leaves every rank a micro-batch. All ranks agree on it.
 
     Raises:
         AgreedError: not even one sample fits, or sizes cannot be tried.
     """
-    if not config.memory.fit:
+    if config.batch.micro_size != "auto":
         return config
     batch, ranks = config.batch, topology.world_size
     most = max(1, batch.global_size // ranks)
     sizes = [n for n in range(1, most + 1) if batch.global_size % n == 0]
     neighbors = len(topology.ranks_by_host()[topology.host])
-    need = on_all_ranks("memory.fit", lambda: _Need(trial, neighbors))
+    need = on_all_ranks("batch.micro_size", lambda: _Need(trial, neighbors))
 
     def share(samples: int) -> float:
-        own = on_all_ranks("memory.fit", lambda: need.share(samples))
-        shares: list[float] = gather_json(own, "memory.fit.share")
+        own = on_all_ranks("batch.micro_size", lambda: need.share(samples))
+        shares: list[float] = gather_json(own, "micro_size.share")
         return max(shares)
 
-    at_least: float = max(gather_json(need.at_least, "memory.fit.share"))
+    at_least: float = max(gather_json(need.at_least, "micro_size.share"))
     largest = largest_that_fits(sizes, at_least, share)
-    size = on_all_ranks("memory.fit", lambda: _some(largest))
+    size = on_all_ranks("batch.micro_size", lambda: _some(largest))
     return replace(config, batch=replace(batch, micro_size=size))
 
 
@@ -149,8 +149,8 @@ class _Need:
     def __init__(self, trial: Trial, neighbors: int) -> None:
         if has_own_order(trial.datasets.train):
             raise UserError(
-                "memory.fit reads samples before training, but an IterableDataset can only be read "
-                "from start to end: set batch.micro_size"
+                "batch.micro_size auto reads samples before training, but an IterableDataset can "
+                "only be read from start to end: set a number"
             )
         self._trial = trial
         parameters = [p for p in trial.model.parameters() if p.requires_grad]
@@ -185,13 +185,13 @@ class _Need:
         host, device = marks.read()
         if device is None and not marks.set_back():
             raise UserError(
-                "memory.fit: this kernel does not report peak memory "
-                "(/proc/self/clear_refs): set batch.micro_size"
+                "batch.micro_size auto: this kernel does not report peak memory "
+                "(/proc/self/clear_refs): set a number"
             )
         return ((host if device is None else device) - self._before + self._later) / self._room
 
 
 def _some(size: int | None) -> int:
     if size is None:
-        raise UserError(f"memory.fit: not even one sample fits into memory. {ADVICE}")
+        raise UserError(f"batch.micro_size auto: not even one sample fits into memory. {ADVICE}")
     return size

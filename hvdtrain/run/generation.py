@@ -45,8 +45,10 @@ from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.tensor_shards import local
 from hvdtrain.runtime.terminal import terminal
 from hvdtrain.tasks import optional
+from hvdtrain.telemetry.config import LINGER_SECONDS
 from hvdtrain.telemetry.exporter import ExporterAddress, write_targets
-from hvdtrain.text import encodable, plural
+from hvdtrain.text import encodable, plural, styled
+from hvdtrain.untrusted import printable_lines
 
 _OPTIMIZER_VALUES = 2  # per parameter, as AdamW keeps
 # Interval of the turns while rank 0 waits for an upload, see `Generation._wait_for_mirror`.
@@ -128,6 +130,9 @@ class Generation:
         """
         self._context.heartbeat.beat(Activity.PREPARING)
         check_hierarchical(self._config, self._topology)
+        warning = self._launched.settings.warning
+        if warning and self._persistent.initial and self._topology.rank == 0:
+            logger.warning("%s", warning)
         self._persistent.phase = STATE_TRANSFER
         source, targets = self._compare_ranks()
         if self._components.exporter is not None:
@@ -492,7 +497,7 @@ class Generation:
         if exporter is not None and code == 0:
             with heartbeat.waiting():
                 stop = self._launched.stop
-                exporter.linger(self._config.telemetry.linger_seconds, lambda: stop.raised)
+                exporter.linger(LINGER_SECONDS, lambda: stop.raised)
         if recorder is not None:
             with heartbeat.waiting():
                 recorder.end_sinks(code)
@@ -617,8 +622,16 @@ def _show_sample(sample: Callable[[nn.Module], Any], model: nn.Module) -> None:
     """Print a sample of the trained model; no failure here fails the finished run."""
     try:
         with evaluating(model), torch.no_grad():
-            text = str(sample(model))
-        print(f"\n{encodable(text)}\n", flush=True)
+            text = sample(model)
+        if text is None:
+            return
+        heading = "Sample output of the trained model:"
+        if (
+            terminal() is sys.stderr
+        ):  # Open MPI gives ranks a terminal as stdout, whatever its own is
+            heading = styled(heading, "bold")
+        # Bytes and characters that the model generates must not control the terminal.
+        print(f"\n{heading}\n{encodable(printable_lines(str(text)))}\n", flush=True)
         if terminal() not in (None, sys.stderr):
             time.sleep(_FORWARD_SECONDS)
     except Exception as error:

@@ -89,7 +89,7 @@ def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]
         "world_size": topology.world_size,
         "hosts": topology.ranks_by_host(),
         "global_size": config.batch.global_size,
-        "micro_size": config.batch.micro_size,
+        "micro_size": config.batch.micro_samples,
         **({"order": order} if order is not None and order.keys() != {"size"} else {}),
         **({"per_step": config.batch.per_step, "buckets": buckets.sizes} if buckets else {}),
         "seed": config.seed,

@@ -3,18 +3,17 @@
 `resolve` derives them once per process:
 
 - `batch.global_size` and `optim.lr`, if `batch.per_rank_size` is set, from the number of ranks;
-- `train.steps`, if `train.epochs` is set, from the number of samples;
+- the steps, if `train.duration` is in epochs, from the number of samples;
 - the buckets of samples by length, if `batch.max_tokens` is set;
 - the specification of the samples' order, unless they are in buckets or the dataset is iterable;
 - `integrity.replay_every`, if it is null, from what the run allows.
 
-`memory.fit` derives `batch.micro_size` later, because it needs the model (fit.py).
+`batch.micro_size auto` is resolved later, because it needs the model (fit.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -35,6 +34,7 @@ from hvdtrain.engine.config import DEFAULT_REPLAY_EVERY, IntegrityConfig
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.tasks import Datasets
+from hvdtrain.text import plural
 
 
 class RunBuckets(NamedTuple):
@@ -49,7 +49,7 @@ class Resolved:
     """A resolved configuration.
 
     Args:
-        config: with the derived values; `train.epochs` is 0.
+        config: with the derived values; `train.duration` is a number of steps.
         buckets: buckets of the samples, by length.
         epoch_samples: samples of an epoch of the training data; of a mixture, of all sources; 0 if
             unknown.
@@ -67,41 +67,30 @@ class Resolved:
         return batch.global_size if buckets is None else buckets.samples_of(step, batch.per_step)
 
     def describe_length(self) -> str:
-        """Describe steps, epochs and samples in one line, and how the last samples are used."""
-        steps, batch = self.config.train.steps, self.config.batch
-        size, buckets = self.epoch_samples, self.buckets.train
+        """Describe steps, samples and epochs in one short line."""
+        batch, buckets, size = self.config.batch, self.buckets.train, self.epoch_samples
+        steps = plural(self.config.train.steps, "step")
         if buckets is not None:
-            each = batch.micro_batches
-            return (
-                f"{steps} steps of {each} micro-batches are {steps * each / len(buckets):.2f} "
-                f"epochs of {len(buckets)} micro-batches, which hold {size} samples in "
-                f"{len(buckets.sizes)} buckets, padded to at most {batch.max_tokens} tokens; all "
-                "samples are used: a step at the end of an epoch continues with the next epoch"
-            )
-        total = steps * batch.global_size
+            done = self.config.train.steps * batch.micro_batches
+            each = plural(batch.micro_batches, "micro-batch", "micro-batches")
+            return f"{steps} of {each}: {_epochs(done, len(buckets), size)}"
+        total = self.config.train.steps * batch.global_size
+        head = f"{steps} of {plural(batch.global_size, 'sample')}"
         if self.order is not None and "sources" in self.order:
             order = build_order(self.order, self.config.seed, batch.global_size)
             assert isinstance(order, MixedOrder)
-            used = order.before(total)
-            return f"{steps} steps of {batch.global_size} samples are " + ", ".join(
-                f"{count} of {name} ({count / source.size:.2f} epochs of {source.size} samples)"
-                for count, (name, source) in zip(used, order.orders.items(), strict=True)
+            counts = zip(order.before(total), order.orders.items(), strict=True)
+            return f"{head}: " + ", ".join(
+                f"{name} {_epochs(count, source.size, source.size)}"
+                for count, (name, source) in counts
             )
         if not size:
-            return (
-                f"{steps} steps of {batch.global_size} samples; the data does not know its length"
-            )
-        epochs, beyond = divmod(total, size)
-        whole = (
-            "all samples are used: a step at the end of an epoch continues with the next epoch"
-            if size % batch.global_size
-            else "an epoch is a whole number of steps"
-        )
-        rest = f"; the last step ends {beyond} samples into epoch {epochs + 1}" if beyond else ""
-        return (
-            f"{steps} steps of {batch.global_size} samples are {total / size:.2f} epochs of {size} "
-            f"samples; {whole}{rest}"
-        )
+            return f"{head}; the length of the data is unknown"
+        return f"{head}: {_epochs(total, size, size)}"
+
+
+def _epochs(done: int, whole: int, samples: int) -> str:
+    return f"{done / whole:.2f} epochs of {plural(samples, 'sample')}"
 
 
 def resolve(settings: Settings, topology: Topology, datasets: Datasets) -> Resolved:
@@ -175,7 +164,7 @@ def with_replays(config: Config, datasets: Datasets) -> Config:
 
 
 def with_steps(config: Config, datasets: Datasets, buckets: SampleBuckets | None = None) -> Config:
-    """Return the configuration with the number of steps in `train.epochs`, if that is set.
+    """Return the configuration with a number of steps in `train.duration`.
 
     Args:
         buckets: buckets of the training data, with batch.max_tokens.
@@ -190,21 +179,21 @@ def with_steps(config: Config, datasets: Datasets, buckets: SampleBuckets | None
         return config
     if has_order(datasets.train):
         raise UserError(
-            "train.epochs: each source of a mixture has epochs of its own: set train.steps"
+            f"train.duration {config.train.duration}: each source of a mixture has epochs of its "
+            "own: set a number of steps"
         )
-    # As written in the configuration: 0.1 is exactly a tenth, not a binary float.
-    epochs = Fraction(repr(config.train.epochs))
+    epochs = config.train.epochs
     if buckets is None and not dataset_size(datasets):
         raise UserError(
-            f"train.epochs {config.train.epochs}: the training data has no length, so the number "
-            "of steps is unknown: set train.steps"
+            f"train.duration {config.train.duration}: the training data has no length, so the "
+            "number of steps is unknown: set a number of steps"
         )
     if buckets is None:
         steps = ceil(epochs * dataset_size(datasets) / config.batch.global_size)
     else:
         steps = ceil(epochs * len(buckets) / config.batch.micro_batches)
     try:
-        return replace(config, train=replace(config.train, steps=steps, epochs=0.0))
+        return replace(config, train=replace(config.train, duration=steps))
     except ValueError as error:
         raise UserError(str(error)) from None
 

@@ -229,7 +229,7 @@ def _say_lost(components: RunComponents, checkpoint: Checkpoint | None, newest: 
         what, advice = "shards of the model", "with two replicas, two ranks hold each shard"
     elif components.state.sharded is not None:
         what = "shards of the optimizer's state"
-        advice = "parallel.zero_copies 2 keeps each shard on two ranks"
+        advice = "parallel.shard.copies 2 keeps each shard on two ranks"
     else:
         what, advice = "the state", "more frequent checkpoints (checkpoint.every) lose less"
     logger.warning(

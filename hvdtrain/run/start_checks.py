@@ -18,6 +18,7 @@ from hvdtrain.elastic.status import other_configuration
 from hvdtrain.errors import EXIT_USER, UserError, crash
 from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
+from hvdtrain.parallel.config import AXES
 from hvdtrain.run.resolve import with_global_batch
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import AgreedError, gather_json
@@ -92,7 +93,7 @@ def _check_start(settings: Settings, topology: Topology, membership: Membership 
     _check_mirror(config, first=topology.rank == 0 and environment.launched_rank() == 0)
     parallel = config.parallel
     if parallel.spans_ranks and not elastic:  # the elastic driver forms whole replicas
-        Grid.of(topology.hosts, parallel.degrees, parallel.place)
+        Grid.of(topology.hosts, parallel.degrees, AXES)
 
 
 def _check_mirror(config: Config, first: bool) -> None:

@@ -46,6 +46,7 @@ from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.precision import BF16_PARAMS, MasterWeights, Precision
 from hvdtrain.parallel.agreement import Agreement
+from hvdtrain.parallel.config import AXES
 from hvdtrain.parallel.local_optimizer import LocalOptimizer, total_norm
 from hvdtrain.parallel.shards import ShardLostError, ShardMap, placeholder, plan_transfers
 from hvdtrain.parallel.zero import ShardedOptimizer
@@ -124,8 +125,8 @@ class Replicated:
     def optimizer(self, optimizer: Optimizer, precision: Precision) -> Optimizer:
         """Wrap the optimizer of this rank's parameters: master weights, sharded state."""
         wrap = MasterWeights if precision.name == BF16_PARAMS else None
-        if self._config.parallel.zero:
-            return ShardedOptimizer(optimizer, self._config.parallel.zero_copies, wrap)
+        if self._config.parallel.shard.of_optimizer:
+            return ShardedOptimizer(optimizer, self._config.parallel.shard.copies, wrap)
         return wrap(optimizer) if wrap else optimizer
 
     def exchange(self, optimizer: Optimizer, model: nn.Module, micro_batches: int) -> Exchange:
@@ -231,7 +232,7 @@ class Spanning:
         from hvdtrain.parallel.world import join
 
         parallel = self._config.parallel
-        grid = self._grid or Grid.of(topology.hosts, parallel.degrees, parallel.place)
+        grid = self._grid or Grid.of(topology.hosts, parallel.degrees, AXES)
         replica = grid.replica_of(topology.rank)
         with self._connections.opened(replica) if self._elastic else nullcontext():
             join(replica, topology, device)
@@ -309,14 +310,14 @@ class Spanning:
             UserError: the model has no blocks, or there is no device to offload from.
         """
         assert self._mesh is not None
-        parallel, axes = self._config.parallel, self._mesh.axes
-        if parallel.shard == 1:
+        shard, axes = self._config.parallel.shard, self._mesh.axes
+        if shard.degree == 1:
             return
-        offloads = parallel.offload == "cpu"
+        offloads = shard.offload == "cpu"
         if offloads and axes.device_type == "cpu":
             raise UserError(
-                "parallel.offload cpu: this rank computes on the CPU, whose memory already holds "
-                "the parameters: it is for GPUs"
+                "parallel.shard.offload cpu: this rank computes on the CPU, whose memory already "
+                "holds the parameters: it is for GPUs"
             )
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -325,13 +326,13 @@ class Spanning:
         blocks = blocks_of(task, model)
         if not blocks:
             raise UserError(
-                f"parallel.shard {parallel.shard}: the model of task {self._config.task} has no "
-                "nn.ModuleList of blocks, which ranks gather one at a time: name them with the "
+                f"parallel.shard.degree {shard.degree}: the model of task {self._config.task} has "
+                "no nn.ModuleList of blocks, which ranks gather one at a time: name them with the "
                 "task's blocks(model)"
             )
         offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
         in_order = self.stages is None
-        sharding = Sharding(parallel.reshard_after_forward, offload=offload, in_order=in_order)
+        sharding = Sharding(shard.stage == 3, offload=offload, in_order=in_order)
         apply_shard(model, blocks, axes["shard"], sharding)
         if self.stages is not None:
             self.stages.leave_after_hooks()
@@ -436,7 +437,7 @@ class Spanning:
 
     def _arrange(self, topology: Topology, statuses: Sequence[ShardStatus], newest: int) -> Grid:
         parallel = self._config.parallel
-        grid, moved = arrange(topology.hosts, statuses, newest, parallel.degrees, parallel.place)
+        grid, moved = arrange(topology.hosts, statuses, newest, parallel.degrees, AXES)
         if topology.rank in moved:
             raise ReplacedError(
                 f"it had shard {self._before} of the model, which enough ranks hold; a new "

@@ -90,10 +90,10 @@ def _state(run: Path, events: list[dict[str, Any]]) -> str:
     if last.get("event") == "end":
         code = integer(last.get("exit_code"))
         end = 1 if code is None else code
-    return run_state(bool(last), end, _alive(run / ".owner"), _alive(run / ".launch.owner"))
+    return run_state(bool(last), end, alive(run / ".owner"), alive(run / ".launch.owner"))
 
 
-def _alive(token: Path) -> bool:
+def alive(token: Path) -> bool:
     """Whether the owner that wrote this token is alive."""
     try:
         if abs(time.time() - token.stat().st_mtime) > _ALIVE_SECONDS:

@@ -224,6 +224,15 @@ def begin_sum(values: Tensor, name: str) -> int:
     return hvd.allreduce_async_(values, op=hvd.Sum, name=name)
 
 
+def begin_sum_alone(values: Tensor, name: str) -> int:
+    """Like begin_sum, but never in one buffer with other tensors that are ready; see `completed`.
+
+    With three or more ranks, a sum is rounded in an order that may depend on the position in the
+    buffer, and which tensors are ready depends on timing.
+    """
+    return hvd.grouped_allreduce_async_([values], op=hvd.Sum, name=name)
+
+
 def begin_adasum(vectors: Sequence[Tensor], name: str) -> int:
     """Begin to replace each of `vectors` by its Adasum over the ranks; see `completed`."""
     return hvd.grouped_allreduce_async_(vectors, op=hvd.Adasum, name=name)

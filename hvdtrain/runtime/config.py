@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hvdtrain.config_tiers import expert
 from hvdtrain.errors import require
 
 
@@ -18,7 +19,7 @@ class RuntimeConfig:
     """
 
     threads: int = 0
-    standalone: bool = False
+    standalone: bool = expert(False)
 
     def __post_init__(self) -> None:
         require(

@@ -214,7 +214,7 @@ def _better_within_hosts_first(env: Mapping[str, str]) -> bool:
     """Whether a hierarchical all-reduce is faster.
 
     Over each host's link, Gloo's ring over n ranks sends 2 (n - 1) / n of a buffer, but
-    2 (h - 1) / h suffice for h hosts. MPI's own choice was faster (docs/exchange.md). If hosts
+    2 (h - 1) / h suffice for h hosts. MPI's own choice was faster (docs/benchmarks.md). If hosts
     have different numbers of ranks, ranks may disagree here: Horovod then uses the ring anyway.
     """
     ranks, of_host = launched_size(env) or 1, launched_local_size(env)

@@ -132,8 +132,8 @@ _TRY = (
 )
 # Ways to share a model between ranks, fewest requirements on the model first.
 _SPREAD = (
-    "parallel.zero 1 (the optimizer's state)",
-    "parallel.shard (parameters too)",
+    "parallel.shard.stage 1 (the optimizer's state)",
+    "parallel.shard.degree (parameters too)",
     "parallel.tensor (each matrix, and activations)",
     "parallel.pipeline (some of the blocks each)",
     "parallel.context (long sequences of the GPT)",

@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from hvdtrain.errors import UserError
+from hvdtrain.text import plural
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -51,7 +52,7 @@ class Topology:
     def describe(self) -> str:
         """Return a description such as "16 ranks (node1:8, node2:8)"."""
         where = ", ".join(f"{host}:{len(ranks)}" for host, ranks in self.ranks_by_host().items())
-        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''} ({where})"
+        return f"{plural(self.world_size, 'rank')} ({where})"
 
 
 DATA = "data"
@@ -171,7 +172,7 @@ class Grid:
     def describe(self, hosts: Sequence[str]) -> str:
         """Return a line for each host of each replica: its ranks and their coordinates."""
         axes = "".join(f" x {axis} {degree}" for axis, degree in self.degrees.items() if degree > 1)
-        lines = [f"{len(self.ranks)} ranks = data {self.replicas}{axes}"]
+        lines = [f"{plural(len(self.ranks), 'rank')} = data {self.replicas}{axes}"]
         for replica in range(self.replicas):
             start = replica * self.replica_size
             ranks = self.ranks[start : start + self.replica_size]
@@ -219,8 +220,14 @@ def _keeping(
     return found
 
 
+def key_of_degree(axis: str) -> str:
+    """Return the configuration key of the degree of an axis."""
+    return "parallel.shard.degree" if axis == "shard" else f"parallel.{axis}"
+
+
 def _does_not_divide(ranks: int, size: int, degrees: Mapping[str, int]) -> str:
-    keys = " x ".join(f"parallel.{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+    named = {key_of_degree(axis): degree for axis, degree in degrees.items() if degree > 1}
+    keys = " x ".join(f"{key} {degree}" for key, degree in named.items())
     below = ranks // size * size
     near = " or ".join(str(count) for count in (below, below + size) if count)
     return (

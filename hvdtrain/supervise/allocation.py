@@ -215,7 +215,7 @@ class AllocationDriver:
         self._plan, self._expected = plan, hosts
         self._hub: Hub | None = None
         self._lease: Ownership | None = None
-        self._output = RankOutput(_prefix)
+        self._output = RankOutput()
         self._driver: ElasticDriver | None = None
         self._signals: dict[str, float] = {}  # its receiver -> time of the first signal
         self._killed_by: int | None = None
@@ -489,12 +489,6 @@ def _environment(slot: Slot, address: str, port: int, plan: AllocationRun) -> di
         FILE_VARIABLE: str(plan.run / driver_file.NAME),
         TIMEOUT_VARIABLE: str(plan.driver_timeout),
     }
-
-
-def _prefix(number: int, stream: str, line: str) -> str:
-    """Return a rank's name for lines without one, as `hvdtrain launch` does with hosts."""
-    named = number == 0 or (stream == "stderr" and line.startswith("hvdtrain: "))
-    return "" if named else f"[{number}]<{stream}>:"
 
 
 def _write(run: Path, content: DriverFile) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -15,11 +14,7 @@ from typing import IO, TextIO
 
 from hvdtrain.errors import UserError
 
-# horovodrun's prefix of each line of a rank. It is removed if the line itself names its rank, and
-# from lines of the first process, the only one that prints other output.
-_PREFIX = re.compile(rb"^\[(?:0|\d+(?=\]<stderr>:hvdtrain: ))\]<std(?:out|err)>:", re.MULTILINE)
 _TAIL_BYTES = 4096
-_LONGEST_LINE = 1 << 16  # a longer line is forwarded in pieces
 _TERM_SECONDS = 5.0
 _KILL_SECONDS = 5.0
 
@@ -85,19 +80,11 @@ class Launcher:
         return self._tail.decode(errors="replace").splitlines()[-most:]
 
     def _forward(self, source: IO[bytes], target: TextIO) -> None:
-        rest = b""  # an incomplete line
         with source as pipe:
             while block := os.read(pipe.fileno(), 1 << 16):
-                whole = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
-                if whole or len(rest) + len(block) > _LONGEST_LINE:
-                    self._pass_on(rest + block[:whole], target)
-                    rest = block[whole:]
-                else:
-                    rest += block
-        self._pass_on(rest, target)
+                self._pass_on(block, target)
 
     def _pass_on(self, output: bytes, target: TextIO) -> None:
-        output = _PREFIX.sub(b"", output)
         if target is sys.stderr:
             self._tail = (self._tail + output)[-_TAIL_BYTES:]
         with contextlib.suppress(OSError):  # the reader of this output is gone: training continues

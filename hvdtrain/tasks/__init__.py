@@ -57,14 +57,14 @@ class Task(Protocol):
 
     A class with the methods below. Attributes in `OPTIONAL` may be omitted:
     `Config` is a dataclass whose fields become keys of the configuration, passed to the
-    constructor; `defaults` maps keys such as "train.steps" to this task's defaults;
+    constructor; `defaults` maps keys such as "train.duration" to this task's defaults;
     `metrics` names the values that `loss` returns besides "loss", and `validation_metrics` those
     that it returns in addition if `model.training` is false; `derived(means)` computes further
     metrics of an evaluation from the means of all these; `units` says what a sample counts as, such
     as ("tokens", 128); `sample` shows example output of the trained model; `param_groups(model)`
     returns the optimizer's groups: dicts of "params", and "lr_scale" (times the learning rate) and
     "weight_decay" (default: optim.weight_decay) if they differ; `blocks(model)` returns the
-    repeated modules, for compile.enabled (default: the modules of the largest nn.ModuleList);
+    repeated modules, for compile (default: the modules of the largest nn.ModuleList);
     `collate(samples)` makes a batch of a list of samples (default: torch's default_collate);
     `measures(rows)` computes an evaluation's metrics that are not means, by name, such as an AUC.
     Its argument contains the "rows" that `loss` returned, for all samples and ranks in the order of

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hvdtrain.errors import UserError
+from hvdtrain.log import logger
 from hvdtrain.tasks import Datasets
 from hvdtrain.tasks.huggingface_config import HuggingFaceTaskConfig
 
@@ -28,13 +29,13 @@ _SHOWN = 5  # number of texts shown with their predicted labels
 
 
 class HuggingFace:
-    """A causal language model or a classifier; its methods import torch."""
+    """Models of transformers: causal language models and classifiers, with LoRA."""
 
     Config = HuggingFaceTaskConfig
     defaults: ClassVar[dict[str, Any]] = {
         "batch.global_size": 16,
         "batch.micro_size": 4,
-        "train.steps": 400,
+        "train.duration": 400,
         "optim.lr": 5e-5,
     }
 
@@ -59,15 +60,20 @@ class HuggingFace:
         return self._data.datasets
 
     def model(self) -> nn.Module:
-        from hvdtrain.tasks.huggingface_model import build_trained, check_causal, check_separable
+        from hvdtrain.tasks.huggingface_model import (
+            build_trained,
+            check_causal,
+            check_separable,
+            has_weights,
+        )
 
         assert self._directory is not None and self._data is not None
         # Cached keys and values are for generation, not for training.
         self._directory.text.use_cache = False
-        own = self.config.huggingface
-        model: nn.Module = build_trained(
-            self.config, self._directory, self._data.classes, own.weights
-        )
+        own, weights = self.config.huggingface, has_weights(self._directory.path)
+        if not weights:
+            logger.warning("huggingface.model: %s has no weights: random ones", own.model)
+        model: nn.Module = build_trained(self.config, self._directory, self._data.classes, weights)
         if self._data.classes is None:
             check_causal(self._directory, model)
         if own.pack or self._data.separator is not None:

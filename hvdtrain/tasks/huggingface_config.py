@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hvdtrain.config_tiers import basic, expert
 from hvdtrain.data.config import DataConfig
 from hvdtrain.errors import require
 
@@ -14,8 +15,8 @@ class HuggingFaceConfig:
     """A model of transformers, and its training objective.
 
     Args:
-        model: directory with config.json, *.safetensors and tokenizer.json
-        weights: start from the directory's weights; false = from random weights
+        model: directory with config.json, tokenizer.json and *.safetensors, from whose weights
+            training starts; without *.safetensors it starts from random weights
         learn: `text`: each next token of text or tokens; `answers`: the answers to prompts and the
             assistant's turns of chats, from JSON lines; `labels`: the classes of texts, from JSON
             lines; null = `answers` or `text`, as the first of the JSON lines shows; `text` for
@@ -33,10 +34,9 @@ class HuggingFaceConfig:
             abort the run
     """
 
-    model: str | None = None
-    weights: bool = True
-    learn: Literal["text", "answers", "labels"] | None = None
-    context: int | None = None
+    model: str | None = basic(None)
+    learn: Literal["text", "answers", "labels"] | None = basic(None)
+    context: int | None = basic(None)
     input_key: str | None = None
     target_key: str | None = None
     chat_template: str | None = None
@@ -72,10 +72,10 @@ class LoraConfig:
             except the head
     """
 
-    rank: int = 0
+    rank: int = basic(0)
     alpha: float = 16.0
     dropout: float = 0.0
-    targets: list[str] = field(default_factory=list)
+    targets: list[str] = expert(factory=list)
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, f"lora.rank must be >= 0 (0 = no LoRA), not {self.rank}")

@@ -258,6 +258,17 @@ def build(
     return model
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether a directory has weights of any kind, complete or not."""
+    return any(
+        (
+            *directory.glob("*.safetensors"),
+            *directory.glob("*.bin"),
+            *directory.glob("*.index.json"),
+        )
+    )
+
+
 def _check_weights(directory: Path) -> None:
     """Raise UserError if a file of the weights is missing."""
     index = directory / "model.safetensors.index.json"
@@ -272,7 +283,7 @@ def _check_weights(directory: Path) -> None:
             f"; {pickled[0]} is a pickle, which can run code when it is loaded: convert it with "
             "save_pretrained of transformers, on a machine where that is safe"
             if pickled
-            else "; huggingface.weights false starts from random weights"
+            else ""
         )
         raise UserError(f"huggingface.model: {directory} has no model.safetensors{instead}")
 

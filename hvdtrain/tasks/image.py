@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from hvdtrain.config_tiers import basic, expert
 from hvdtrain.errors import UnsupportedTaskError, UserError, require
 from hvdtrain.tasks import Datasets
 
@@ -19,17 +20,11 @@ _SHOWN = 10
 
 @dataclass
 class ImageConfig:
-    """Images, the model, and regularization.
+    """The model, and regularization.
 
     Args:
         model: `resnet8`, `resnet18`, `resnet50` or `vit`, a small vision transformer
-        data: a directory with a directory of images for each class, or tar shards ('shards/*.tar',
-            also behind a URL) with images and their class numbers (.cls); null = scikit-learn's
-            digits
-        validation: the same for validation; null = `image.validation_fraction` of the data
         classes: number of classes in tar shards, numbered 0 to `image.classes` - 1
-        cache: directory for the indexes of tar shards; null = next to the shards
-        validation_fraction: fraction of each class for validation (for the digits: of all images)
         size: side of the square that the model sees, in pixels; null = 224, for the digits 8
         patch: side of a patch of `vit`, divides `image.size`; null = 16, or a quarter of the size
             up to 64
@@ -42,14 +37,10 @@ class ImageConfig:
             micro-batch per step on each rank
     """
 
-    model: Literal["resnet8", "resnet18", "resnet50", "vit"] = "resnet8"
-    data: str | None = None
-    validation: str | None = None
-    validation_fraction: float = 0.2
-    classes: int | None = None
-    cache: str | None = None
-    size: int | None = None
-    patch: int | None = None
+    model: Literal["resnet8", "resnet18", "resnet50", "vit"] = basic("resnet8")
+    classes: int | None = basic(None)
+    size: int | None = basic(None)
+    patch: int | None = expert(None)
     crop: bool = True
     flip: bool | None = None
     label_smoothing: float = 0.0
@@ -57,33 +48,6 @@ class ImageConfig:
     sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
-        require(
-            0 < self.validation_fraction < 1,
-            f"image.validation_fraction must lie in (0, 1), not {self.validation_fraction}",
-        )
-        require(
-            self.data is not None or self.validation is None,
-            "image.validation needs image.data, the directory of the training images",
-        )
-        require(
-            not self.sharded or (self.classes or 0) >= 2,
-            f"image.data {self.data} needs image.classes, the number of classes (>= 2), not "
-            f"{self.classes}",
-        )
-        require(
-            self.sharded or (self.classes is None and self.cache is None),
-            "image.classes and image.cache are for tar shards (*.tar), which image.data does not "
-            "name",
-        )
-        require(
-            self.validation is None or self.validation.endswith(".tar") == self.sharded,
-            "image.data and image.validation must both be directories, or both tar shards (*.tar)",
-        )
-        require(self.side >= _DIGIT_SIZE, f"image.size must be >= {_DIGIT_SIZE}, not {self.size}")
-        require(
-            self.model != "vit" or (self.patch_side >= 1 and self.side % self.patch_side == 0),
-            f"image.patch must divide image.size {self.side}, not be {self.patch_side}",
-        )
         require(
             0 <= self.label_smoothing < 1,
             f"image.label_smoothing must lie in [0, 1), not {self.label_smoothing}",
@@ -94,22 +58,47 @@ class ImageConfig:
             "image.sync_batchnorm: image.model vit has no BatchNorm",
         )
 
+
+@dataclass
+class ImageDataConfig:
+    """Images to train on.
+
+    Args:
+        train: a directory with a directory of images for each class, or tar shards
+            ('shards/*.tar', also behind a URL) with images and their class numbers (.cls); null =
+            scikit-learn's digits
+        validation: the same for validation; null = `data.validation_fraction` of the data
+        validation_fraction: fraction of each class for validation (for the digits: of all images)
+        cache: directory for the indexes of tar shards; null = next to the shards
+    """
+
+    train: str | None = basic(None)
+    validation: str | None = basic(None)
+    validation_fraction: float = 0.2
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.validation_fraction < 1,
+            f"data.validation_fraction must lie in (0, 1), not {self.validation_fraction}",
+        )
+        require(
+            self.train is not None or self.validation is None,
+            "data.validation needs data.train, the directory of the training images",
+        )
+        require(
+            self.sharded or self.cache is None,
+            "data.cache is for tar shards (*.tar), which data.train does not name",
+        )
+        require(
+            self.validation is None or self.validation.endswith(".tar") == self.sharded,
+            "data.train and data.validation must both be directories, or both tar shards (*.tar)",
+        )
+
     @property
     def sharded(self) -> bool:
         """Whether the images are in tar files."""
-        return self.data is not None and self.data.endswith(".tar")
-
-    @property
-    def side(self) -> int:
-        """Side of the square that the model sees, in pixels."""
-        return self.size or (_PHOTO_SIZE if self.data else _DIGIT_SIZE)
-
-    @property
-    def patch_side(self) -> int:
-        """Side of a patch, in pixels."""
-        if self.patch is not None:
-            return self.patch
-        return 16 if self.side > 64 else self.side // 4
+        return self.train is not None and self.train.endswith(".tar")
 
 
 @dataclass
@@ -117,10 +106,41 @@ class ImageTaskConfig:
     """Keys of the task image.
 
     Args:
-        image: images and the model that classifies them
+        image: the model that classifies images, and its regularization
+        data: images
     """
 
     image: ImageConfig = field(default_factory=ImageConfig)
+    data: ImageDataConfig = field(default_factory=ImageDataConfig)
+
+    def __post_init__(self) -> None:
+        image, data = self.image, self.data
+        require(
+            not data.sharded or (image.classes or 0) >= 2,
+            f"data.train {data.train} needs image.classes, the number of classes (>= 2), not "
+            f"{image.classes}",
+        )
+        require(
+            data.sharded or image.classes is None,
+            "image.classes is for tar shards (*.tar), which data.train does not name",
+        )
+        require(self.side >= _DIGIT_SIZE, f"image.size must be >= {_DIGIT_SIZE}, not {image.size}")
+        require(
+            image.model != "vit" or (self.patch_side >= 1 and self.side % self.patch_side == 0),
+            f"image.patch must divide image.size {self.side}, not be {self.patch_side}",
+        )
+
+    @property
+    def side(self) -> int:
+        """Side of the square that the model sees, in pixels."""
+        return self.image.size or (_PHOTO_SIZE if self.data.train else _DIGIT_SIZE)
+
+    @property
+    def patch_side(self) -> int:
+        """Side of a patch, in pixels."""
+        if self.image.patch is not None:
+            return self.image.patch
+        return 16 if self.side > 64 else self.side // 4
 
 
 class Image:
@@ -132,29 +152,29 @@ class Image:
     defaults: ClassVar[dict[str, Any]] = {
         "batch.global_size": 64,
         "batch.micro_size": 32,
-        "train.steps": 400,
+        "train.duration": 400,
         "optim.lr": 1e-2,
     }
 
     def __init__(self, config: ImageTaskConfig) -> None:
-        self.config = config.image
+        self.config, self._whole = config.image, config
         self._data: ImageData | None = None
 
     def datasets(self) -> Datasets:
         from hvdtrain.data.images import Reading, class_directories, digits, shards
 
-        config = self.config
-        if config.data is None and config.side != _DIGIT_SIZE:
+        config, side = self._whole.data, self._whole.side
+        if config.train is None and side != _DIGIT_SIZE:
             raise UserError(
-                f"image.size {config.side} requires your own images, with image.data; the digits "
-                f"have {_DIGIT_SIZE} x {_DIGIT_SIZE} pixels"
+                f"image.size {side} requires your own images, with data.train; the digits have "
+                f"{_DIGIT_SIZE} x {_DIGIT_SIZE} pixels"
             )
-        if config.data is None:
+        if config.train is None:
             self._data = digits(config.validation_fraction)
         else:
-            source = config.data, config.validation, config.validation_fraction, config.side
+            source = config.train, config.validation, config.validation_fraction, side
             self._data = (
-                shards(*source, Reading(config.classes or 0, config.cache))
+                shards(*source, Reading(self.config.classes or 0, config.cache))
                 if config.sharded
                 else class_directories(*source)
             )
@@ -165,12 +185,12 @@ class Image:
         from hvdtrain.tasks.sync_batchnorm import synchronize
 
         assert self._data is not None
-        config, classes = self.config, len(self._data.classes)
+        classes, side = len(self._data.classes), self._whole.side
         channels = len(self._data.normalization.mean)
-        if config.model == "vit":
-            return VisionTransformer(config.side, config.patch_side, channels, classes)
-        model = ResNet(config.model, config.side, channels, classes)
-        if config.sync_batchnorm:
+        if self.config.model == "vit":
+            return VisionTransformer(side, self._whole.patch_side, channels, classes)
+        model = ResNet(self.config.model, side, channels, classes)
+        if self.config.sync_batchnorm:
             synchronize(model)
         return model
 
@@ -216,8 +236,8 @@ class Image:
 
         assert self._data is not None
         config = self.config
-        flip = config.flip if config.flip is not None else config.data is not None
-        cut = crop(images, config.side, training and config.crop, training and flip)
+        flip = config.flip if config.flip is not None else self._whole.data.train is not None
+        cut = crop(images, self._whole.side, training and config.crop, training and flip)
         return normalize(cut, self._data.normalization)
 
     def _check(self, model: nn.Module, count: int) -> None:

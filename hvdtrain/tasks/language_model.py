@@ -36,10 +36,10 @@ class LanguageModelConfig:
 
 
 class LanguageModel:
-    """Next-token prediction; torch is imported by its methods, not by its configuration."""
+    """Language models: prediction of the next token of text."""
 
     Config = LanguageModelConfig
-    defaults: ClassVar[dict[str, Any]] = {"train.steps": 400, "optim.lr": 3e-3}
+    defaults: ClassVar[dict[str, Any]] = {"train.duration": 400, "optim.lr": 3e-3}
     metrics: tuple[str, ...] = ()
 
     def __init__(self, config: LanguageModelConfig) -> None:

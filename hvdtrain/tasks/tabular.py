@@ -19,14 +19,14 @@ _SHOWN = 10
 
 
 class Tabular:
-    """A transformer over the cells of a row; see docs/tabular.md."""
+    """Tables: classification, regression, and prediction of hidden cells."""
 
     Config = TabularTaskConfig
     units = ("rows", 1)
     defaults: ClassVar[dict[str, Any]] = {
         "batch.global_size": 256,
         "batch.micro_size": 128,
-        "train.steps": 300,
+        "train.duration": 300,
         "eval.every": 100,
         "eval.batches": 100_000,
         "optim.lr": 1e-3,
@@ -35,6 +35,7 @@ class Tabular:
 
     def __init__(self, config: TabularTaskConfig) -> None:
         self.config: TabularConfig = config.tabular
+        self._whole = config
         self.metrics = () if self.config.objective == "regression" else ("accuracy",)
         self.measures: Callable[[Tensor], dict[str, float]] | None = None
         self._data: TabularData | None = None
@@ -45,7 +46,7 @@ class Tabular:
 
         from hvdtrain.tasks.tabular_data import class_names, load
 
-        data = self._data = load(self.config)
+        data = self._data = load(self._whole)
         self._classes = class_names(data.columns)
         if self.config.objective == "regression":
             self.measures = of_numbers

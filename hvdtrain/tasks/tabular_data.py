@@ -29,7 +29,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.init import is_initialized, own_position
 from hvdtrain.runtime.mpi import Alone, RankGroup, on_all_ranks
-from hvdtrain.tasks.tabular_config import TabularConfig
+from hvdtrain.tasks.tabular_config import TabularConfig, TabularTaskConfig
 
 COLUMNS_BUFFER, LABEL_BUFFER = "columns_json", "label_json"
 _MOST_CLASSES = 1000
@@ -64,7 +64,7 @@ class TabularData:
     notes: list[str]
 
 
-def load(config: TabularConfig) -> TabularData:
+def load(config: TabularTaskConfig) -> TabularData:
     """Read the table: column statistics together with the other ranks, then all rows.
 
     Raises:
@@ -72,29 +72,30 @@ def load(config: TabularConfig) -> TabularData:
     """
     ranks: RankGroup = RanksOfRun() if is_initialized() else Alone()
     table, wanted = open_training(config, ranks)
-    columns = scan_columns(config, table, wanted, ranks)
-    _check_label(config, columns.label)
+    own, files = config.tabular, config.data
+    columns = scan_columns(own, table, wanted, ranks)
+    _check_label(own, columns.label)
     wanted = replace(wanted, features=_sources(table, wanted, columns))
     read = read_rows(table, wanted, columns, columns.cut)
     held_out, unseen = read.held_out, read.unseen[1]
-    if config.validation:
-        other = _open("tabular.validation", config.validation, _texts(config), table)
+    if files.validation:
+        other = _open("data.validation", files.validation, _texts(own), table)
         again = read_rows(other, wanted, columns, None)
         held_out, unseen = again.train, again.unseen[0]
     notes = _notes(columns, (read.unseen[0], unseen))
     train = _labeled("training", read.train, columns.label, notes)
     validation = _labeled("validation", held_out, columns.label, notes)
-    if config.label_fraction < 1:
-        train = _some(train, max(1, round(len(train.labels) * config.label_fraction)))
+    if own.label_fraction < 1:
+        train = _some(train, max(1, round(len(train.labels) * own.label_fraction)))
         notes.append(
-            f"tabular.label_fraction {config.label_fraction:g}: training uses "
+            f"tabular.label_fraction {own.label_fraction:g}: training uses "
             f"{len(train.labels):,} rows"
         )
     # Evaluation may use only the first rows, which must not all be of one day.
     return TabularData(train, _some(validation, len(validation.labels)), columns, notes)
 
 
-def open_training(config: TabularConfig, ranks: RankGroup) -> tuple[Table, Wanted]:
+def open_training(config: TabularTaskConfig, ranks: RankGroup) -> tuple[Table, Wanted]:
     """The table with the training rows, and the columns to read; every rank must call this.
 
     Raises:
@@ -106,14 +107,15 @@ def open_training(config: TabularConfig, ranks: RankGroup) -> tuple[Table, Wante
     return opened[0]
 
 
-def _open_training(config: TabularConfig) -> tuple[Table, Wanted]:
-    if config.data:
-        table = _open("tabular.data", config.data, _texts(config), None)
+def _open_training(task: TabularTaskConfig) -> tuple[Table, Wanted]:
+    config, files = task.tabular, task.data
+    if files.train:
+        table = _open("data.train", files.train, _texts(config), None)
         label, split_by, left_out = config.label, config.split_by, {config.label}
     else:
         label = config.label or (DELAY if config.objective == "regression" else LATE)
         split_by, left_out = config.split_by or DATE, {label, LATE, DELAY}
-        table = flights_table("tabular.data", ["flight", *_texts(config, label)])
+        table = flights_table("data.train", ["flight", *_texts(config, label)])
     named = {"label": [label], "split_by": [split_by], "ignore": config.ignore}
     for key, names in {**named, "categories": config.categories}.items():
         for name in names:
@@ -131,7 +133,7 @@ def _open_training(config: TabularConfig) -> tuple[Table, Wanted]:
     if not features:
         raise UserError("tabular.ignore: no column remains")
     predicted = None if config.objective == "pretraining" else label
-    return table, Wanted(features, predicted, split_by, config.validation_fraction)
+    return table, Wanted(features, predicted, split_by, files.validation_fraction)
 
 
 def scan_columns(config: TabularConfig, table: Table, wanted: Wanted, ranks: RankGroup) -> Columns:
@@ -195,14 +197,14 @@ def _open(key: str, patterns: Sequence[str], texts: Sequence[str], first: Table 
     if first is not None:
         for name in first.kinds:
             if name not in table.kinds:
-                raise UserError(f"{key}: column {name!r} of tabular.data is missing")
+                raise UserError(f"{key}: column {name!r} of data.train is missing")
             if table.kinds[name] != first.kinds[name]:
                 raise UserError(
                     f"{key}: column {name!r} is a {table.kinds[name]}, but a {first.kinds[name]} "
-                    "in tabular.data"
+                    "in data.train"
                 )
         for name in table.kinds.keys() - first.kinds.keys():
-            raise UserError(f"{key}: column {name!r} is not in tabular.data")
+            raise UserError(f"{key}: column {name!r} is not in data.train")
     return table
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from hvdtrain.config_tiers import basic, expert
 from hvdtrain.errors import require
+
+# A rank with a lower straggler score is reported as slow.
+STRAGGLER_THRESHOLD = 0.75
+# Maximum wait of a scraped rank at its exit for a final scrape, in seconds.
+LINGER_SECONDS = 30.0
 
 
 @dataclass
@@ -19,9 +25,7 @@ class TelemetryConfig:
         tls_cert_file: certificate (PEM) for HTTPS; requires `telemetry.tls_key_file`
         tls_key_file: its private key (PEM)
         auth_file: a file with one line `user:password`, required of all scrapers
-        linger_seconds: seconds a scraped rank waits at exit for a final scrape; 0 = never
         exchange_every: steps between two comparisons of all ranks' times; 0 = never
-        straggler_threshold: a rank with a lower straggler score is reported as slow
         peak_flops: peak FLOP/s of a rank's device, for the model FLOPs utilization (MFU);
             null = known values of GPUs, by name
         tensorboard: also write metrics to RUN/tensorboard
@@ -29,15 +33,13 @@ class TelemetryConfig:
         mlflow_experiment: also log to a run in this experiment of MLflow
     """
 
-    port: int = 9855
+    port: int = basic(9855)
     host: str = "0.0.0.0"
     tls_cert_file: str | None = None
     tls_key_file: str | None = None
     auth_file: str | None = None
-    linger_seconds: float = 30.0
-    exchange_every: int = 10
-    straggler_threshold: float = 0.75
-    peak_flops: float | None = None
+    exchange_every: int = expert(10)
+    peak_flops: float | None = expert(None)
     tensorboard: bool = False
     wandb_project: str | None = None
     mlflow_experiment: str | None = None
@@ -45,17 +47,8 @@ class TelemetryConfig:
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, f"telemetry.port must lie in 0..65535, not {self.port}")
         require(
-            self.linger_seconds >= 0,
-            f"telemetry.linger_seconds must be >= 0, not {self.linger_seconds}",
-        )
-        require(
             self.exchange_every >= 0,
             f"telemetry.exchange_every must be >= 0, not {self.exchange_every}",
-        )
-        require(
-            0 < self.straggler_threshold < 1,
-            "telemetry.straggler_threshold must lie between 0 and 1, not "
-            f"{self.straggler_threshold}",
         )
         require(
             self.peak_flops is None or self.peak_flops > 0,

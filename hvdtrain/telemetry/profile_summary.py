@@ -24,7 +24,7 @@ from typing import Any
 
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
-from hvdtrain.text import aligned
+from hvdtrain.text import aligned, plural
 from hvdtrain.untrusted import checked, number, open_regular, parse_json, read_json
 
 TRACE = ".pt.trace.json.gz"  # suffix that TensorBoard's profile plugin expects
@@ -321,7 +321,7 @@ def _tables(section: ProfileSection) -> list[str]:
     count = end - first
     phases = list(section.ranks[0].profile.phases)
     tables = [
-        f"steps {first} to {end - 1}, {section.ranks[0].profile.world_size} ranks",
+        f"steps {first} to {end - 1}, {plural(section.ranks[0].profile.world_size, 'rank')}",
         _table(
             ["time", "ms/step", "compute", "exposed", "other", "overlapped"],
             [[_who(rank), *_shares(rank, count)] for rank in section.ranks],

@@ -88,7 +88,7 @@ def undisturbed(
     """Losses of the same run on one rank, without a supervisor; a file may set STEPS."""
     root = tmp_path_factory.mktemp("undisturbed")
     task = ["--task", "tests.support.tasks:Regression", "--run.root", str(root), "--run.id", "a"]
-    steps = ["--train.steps", str(getattr(request.module, "STEPS", STEPS))]
+    steps = ["--train.duration", str(getattr(request.module, "STEPS", STEPS))]
     done = run(root, [*task, *COMMON, *steps])
     assert done.returncode == 0, done
     return losses(root / "a")

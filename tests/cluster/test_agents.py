@@ -26,7 +26,7 @@ PACE = 0.06  # seconds per micro-batch: a step takes 0.12 s on 3 or 2 ranks
 PAUSES = {"rank": 2.0, "agent": 3.5, "node": 5.0}
 HOSTS = ["node1", "node2", "node3"]
 TRAIN = [
-    *("--task", "tests.support.tasks:SlowWhile", *runs.TINY, "--train.steps", str(STEPS)),
+    *("--task", "tests.support.tasks:SlowWhile", *runs.TINY, "--train.duration", str(STEPS)),
     *("--checkpoint.every", "1000"),  # the only checkpoint to resume from is the signal's
 ]
 

@@ -37,7 +37,7 @@ DRIVER_TIMEOUT = 8
 HOSTS = ["node1", "node2", "node3"]
 CLI = [sys.executable, "-m", "hvdtrain.cli"]
 TRAIN = [
-    *("--task", "tests.support.tasks:SlowWhile", *runs.TINY, "--train.steps", str(STEPS)),
+    *("--task", "tests.support.tasks:SlowWhile", *runs.TINY, "--train.duration", str(STEPS)),
     *("--checkpoint.every", "100000", "--elastic.driver_timeout", str(DRIVER_TIMEOUT)),
 ]
 

@@ -16,7 +16,7 @@ from tests.support.faults import PACED, ElasticJob, MpiJob, assert_clean
 from tests.support.runs import CORPUS, losses, run, weights
 
 STEPS = 400
-EXACT = f"--exchange.name exact --runtime.threads 1 --train.steps {STEPS}"
+EXACT = f"--exchange.name exact --runtime.threads 1 --train.duration {STEPS}"
 UNPACED = {"HVDTRAIN_TEST_PACE": "0"}
 
 
@@ -54,9 +54,9 @@ def test_exact_tabular_run_is_bitwise_identical_after_a_kill(
     job: Callable[..., ElasticJob], runs: Path
 ) -> None:
     table = write(sales(), runs / "sales.parquet")
-    keys = f"{' '.join(KEYS)} --tabular.data {table} --batch.global_size 16 --batch.micro_size 4"
+    keys = f"{' '.join(KEYS)} --data.train {table} --batch.global_size 16 --batch.micro_size 4"
     keys += " --exchange.name exact --runtime.threads 1 --schedule.name constant"
-    more = "--train.steps 20000 --loader.workers 1"
+    more = "--train.duration 20000 --loader.workers 1"
     running = job(np=2, hosts="node1:1 node2:1", arguments=f"{keys} {more}")
     _assert_as_alone_through_a_kill(running, runs, keys, ranks=2)
 
@@ -68,7 +68,7 @@ def test_exact_interleaved_run_is_bitwise_identical_after_a_kill(
     gpt = f"--task language_model --data.train {CORPUS} --model.layers 3 --model.width 128"
     gpt += " --model.heads 2 --model.context 64 --schedule.name constant"
     gpt += " --exchange.name exact --runtime.threads 1"
-    more = "--train.steps 20000 --batch.interleave 2"
+    more = "--train.duration 20000 --batch.interleave 2"
     running = job(np=2, hosts="node1:1 node2:1", arguments=f"{gpt} {more}")
     _assert_as_alone_through_a_kill(running, runs, gpt, ranks=2)
 
@@ -80,7 +80,7 @@ def test_exact_run_batched_by_length_is_bitwise_identical_after_a_kill(
     ragged = "--task tests.support.ragged:Ragged --exchange.name exact --runtime.threads 1"
     ragged += " --batch.max_tokens 90 --batch.per_step 6 --schedule.name constant"
     pace = {"HVDTRAIN_TEST_PACE": "0.01"}
-    more = "--train.steps 20000 --loader.workers 2"
+    more = "--train.duration 20000 --loader.workers 2"
     running = job(np=3, hosts="node1:1 node2:2", arguments=f"{ragged} {more}", env=pace)
     _assert_as_alone_through_a_kill(running, runs, ragged, ranks=3)
 
@@ -94,7 +94,7 @@ def _assert_as_alone_through_a_kill(running: ElasticJob, runs: Path, keys: str, 
     running.wait_for_more(5, 20)
     running.end()
     steps = len(running.lines())
-    alone = f"{PACED} {keys} --train.steps {steps} --run.root {runs}/alone --run.id case"
+    alone = f"{PACED} {keys} --train.duration {steps} --run.root {runs}/alone --run.id case"
     done = run(runs / "alone", alone.split())
     assert done.returncode == 0, done
     assert losses(runs / "alone/case") == losses(running.run)
@@ -145,7 +145,7 @@ def test_local_sgd_loses_at_most_one_period_when_ranks_are_killed(
 ) -> None:
     # After each synchronization the ranks' states are compared.
     flags = "--exchange.sync_every 8 --exchange.outer nesterov --train.replica_check_every 1"
-    flags += f" --train.steps {STEPS}"
+    flags += f" --train.duration {STEPS}"
     running = job(arguments=flags)
     running.wait_for_step(11)
     running.kill(1)  # rank 0 has lines of steps that are repeated

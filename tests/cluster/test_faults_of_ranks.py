@@ -185,7 +185,7 @@ def test_stream_continues_where_it_was_after_a_kill(
     said = assert_clean(running.run)
     assert "continued at a saved position" in said, said
     lines = running.lines()
-    alone = f"{PACED} {task} --loader.workers 0 --train.steps {len(lines)} --run.id alone"
+    alone = f"{PACED} {task} --loader.workers 0 --train.duration {len(lines)} --run.id alone"
     done = run(
         tmp_path, [*alone.split(), "--run.root", str(tmp_path)], env={"HVDTRAIN_TEST_PACE": "0"}
     )

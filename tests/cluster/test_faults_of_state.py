@@ -31,7 +31,9 @@ from tests.support.faults import (
     pause,
 )
 
-HELD = "--task tests.support.disturbed:Held --train.steps 150 --eval.every 10 --checkpoint.every 15"
+HELD = (
+    "--task tests.support.disturbed:Held --train.duration 150 --eval.every 10 --checkpoint.every 15"
+)
 NO_PACE = {"HVDTRAIN_TEST_PACE": "0"}
 # Two ranks, whose steps take as long as the steps of four.
 PACE_OF_TWO = {"HVDTRAIN_TEST_PACE": "0.05"}
@@ -348,7 +350,7 @@ def _failures(cluster: Cluster) -> float:
 
 def test_nan_on_one_rank_skips_the_step_on_all_ranks(start: Start) -> None:
     flags = (
-        "--task tests.support.tasks:NotFinite --train.steps 12 --eval.every 0"
+        "--task tests.support.tasks:NotFinite --train.duration 12 --eval.every 0"
         " --train.replica_check_every 1"  # bitwise, after each step
     )
     running = start(MpiJob, flags, HVDTRAIN_TEST_NAN="5")
@@ -363,7 +365,7 @@ def test_nan_on_one_rank_skips_the_step_on_all_ranks(start: Start) -> None:
 
 def test_flipped_bit_is_named_with_its_host_and_healed(start: Start) -> None:
     flags = (
-        "--task tests.support.tasks:Flipped --train.steps 30 --eval.every 0"
+        "--task tests.support.tasks:Flipped --train.duration 30 --eval.every 0"
         " --train.replica_check_every 10"
     )
     running = start(MpiJob, flags, HVDTRAIN_TEST_FLIP="3:7:weight")

@@ -28,7 +28,9 @@ def test_added_host_that_cannot_train_is_excluded(cluster: Cluster, runs: Path) 
     hostfile = runs / "hostfile"
     hostfile.write_text("node1 slots=1\n")
     model = " ".join(local.TINY).replace(str(local.CORPUS), "/tmp/only-here")
-    supervised = Supervised(cluster, runs, f"--hostfile {hostfile}", f"{model} --train.steps 9999")
+    supervised = Supervised(
+        cluster, runs, f"--hostfile {hostfile}", f"{model} --train.duration 9999"
+    )
     supervised.wait_for_step(5)
     hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
     supervised.job.wait_for("more hosts respond", 60)

@@ -23,7 +23,7 @@ def one_run(two_hosts: Cluster) -> Iterator[Supervised]:
     """One run for the tests below, one after another."""
     root = two_hosts.shared / "launch-elastic"
     root.mkdir()
-    task = f"{SLOW} --train.steps {STEPS}"
+    task = f"{SLOW} --train.duration {STEPS}"
     one_run = Supervised(two_hosts, root, f"{HOSTS} --controller gloo", task)
     yield one_run
     one_run.job.kill()

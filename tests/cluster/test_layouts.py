@@ -42,13 +42,23 @@ def test_one_rank_continues_a_run_that_spanned_two_hosts(cluster: Cluster, runs:
         " --model.context 16 --batch.global_size 8 --batch.micro_size 2 --eval.every 0"
         f" --schedule.name constant --telemetry.port 0 --run.root {runs}"
     )
-    degrees = "--parallel.pipeline 2 --parallel.shard 2"
+    degrees = "--parallel.pipeline 2 --parallel.shard.degree 2"
     ranks = f"mpirun -np 4 --host node1:2,node2:2 {cluster.python} -m hvdtrain.train"
-    argv = f"{ranks} {sizes} {degrees} --run.id case --train.steps 3 --checkpoint.every 3".split()
+    argv = (
+        f"{ranks} {sizes} {degrees} --run.id case --train.duration 3 --checkpoint.every 3".split()
+    )
     done = cluster.run("node1", argv, timeout=240)
     assert done.returncode == 0, done
     for run_id in ("case", "alone"):
-        own = [*sizes.split(), "--run.id", run_id, "--train.steps", "6", "--checkpoint.every", "0"]
+        own = [
+            *sizes.split(),
+            "--run.id",
+            run_id,
+            "--train.duration",
+            "6",
+            "--checkpoint.every",
+            "0",
+        ]
         done = local.run(runs / "output", own, timeout=200)
         assert done.returncode == 0, done
     found, wanted = (local.losses(runs / run_id) for run_id in ("case", "alone"))

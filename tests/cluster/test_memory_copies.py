@@ -18,11 +18,11 @@ MODEL = (
     " --model.layers 2 --model.width 32 --model.heads 2 --model.context 32"
     f" --data.train {CORPUS} --batch.global_size 8 --batch.micro_size 2 --optim.name adamw"
     " --telemetry.port 0 --schedule.name constant --train.log_every 1 --eval.every 0"
-    " --train.replica_check_every 1 --runtime.threads 1 --train.steps 16"
+    " --train.replica_check_every 1 --runtime.threads 1 --train.duration 16"
 )
 COPIES = "--checkpoint.memory.every 5"
 TWO_RANKS = "--parallel.tensor 2"
-FOUR_RANKS = "--parallel.pipeline 2 --parallel.shard 2"
+FOUR_RANKS = "--parallel.pipeline 2 --parallel.shard.degree 2"
 # All ranks of node2 die when all ranks have agreed on step 13.
 HOST_DIES = {TWO_RANKS: "1:after:13", FOUR_RANKS: "2:after:13,3:after:13"}
 

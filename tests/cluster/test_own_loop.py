@@ -28,7 +28,7 @@ FLAGS = [
     *("--telemetry.port", "0", "--exchange.name", "exact", "--runtime.threads", "1"),
     *("--checkpoint.every", "1000"),
 ]
-SIZES = ["--train.steps", "90", "--batch.global_size", "12", "--batch.micro_size", "2"]
+SIZES = ["--train.duration", "90", "--batch.global_size", "12", "--batch.micro_size", "2"]
 PACE = 0.15  # seconds of pause in each step
 SECONDS = 120
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HVDTRAIN_TEST_PACE": str(PACE)}
@@ -150,7 +150,7 @@ def test_ported_script_loses_no_step_when_a_rank_is_killed(
     indent = " " * (len(after) - len(after.lstrip()))
     script.write_text(f"{before}{loop}{indent}__import__('time').sleep({PACE})\n{after}")
     shutil.copy(PORTED / "images.py", cluster.shared)
-    command = [sys.executable, str(script), *FLAGS, "--train.steps", "20"]
+    command = [sys.executable, str(script), *FLAGS, "--train.duration", "20"]
     if name == "imagenet":
         command += ["--images", str(cluster.shared / "images")]
     alone(tmp_path, command)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.runtime.mesh import key_of_degree
 from tests.support.faults import ElasticJob, assert_same_curve, pause
 from tests.support.runs import CORPUS, metrics, run
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.timeout(500)
 def curve(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """metrics.jsonl of one undisturbed process that holds the whole model."""
     root = tmp_path_factory.mktemp("curve")
-    flags = f"{MODEL} --train.steps {MOST_STEPS} --run.root {root} --run.id case"
+    flags = f"{MODEL} --train.duration {MOST_STEPS} --run.root {root} --run.id case"
     done = run(root / "output", flags.split(), timeout=200)
     assert done.returncode == 0, done
     return metrics(root / "case")
@@ -57,7 +58,7 @@ def test_lost_rank_or_host_costs_no_step_if_a_replica_survives(
     again: bool,
 ) -> None:
     """`again`: the run ends when all ranks train again; otherwise while a spare process waits."""
-    running = job(arguments=f"{MODEL} --parallel.{axis} 2", min_np=2)
+    running = job(arguments=f"{MODEL} --{key_of_degree(axis)} 2", min_np=2)
     since: dict[str, float] = {}
     for fault in faults:
         running.wait_for_world(FOUR, 90)

@@ -20,7 +20,7 @@ STEPS = 3
 LAUNCH_SECONDS = 300
 SMALL = (
     "--model.layers 2 --model.width 64 --model.heads 2 --model.context 64"
-    f" --train.steps {STEPS} --eval.every 0 --checkpoint.every 0"
+    f" --train.duration {STEPS} --eval.every 0 --checkpoint.every 0"
 )
 EXACT = "--exchange.name exact --runtime.threads 1"
 SIXTEEN = {

@@ -28,7 +28,7 @@ WAIT_SECONDS = 120
 ONE_EACH = ["--nodes=2", "--ntasks-per-node=1"]
 TWO_EACH = ["--nodes=2", "--ntasks-per-node=2"]
 TRAIN = [
-    *("--task", "tests.support.tasks:SlowWhile", *runs.TINY, "--train.steps", str(STEPS)),
+    *("--task", "tests.support.tasks:SlowWhile", *runs.TINY, "--train.duration", str(STEPS)),
     *("--checkpoint.every", "1000"),  # the only checkpoint to resume from is the signal's
 ]
 
@@ -341,7 +341,7 @@ def test_invalid_flag_fails_the_job_with_exit_code_2(slurm: Slurm, submit: Submi
 
 @pytest.mark.soak
 def test_srun_without_pmi_starts_no_runs_unless_standalone(slurm: Slurm) -> None:
-    train = [sys.executable, "-m", "hvdtrain.train", *runs.TINY, "--train.steps", "2"]
+    train = [sys.executable, "-m", "hvdtrain.train", *runs.TINY, "--train.duration", "2"]
     step = ["srun", "--nodes=2", "--ntasks=2", "--mpi=none"]
     root = slurm.cluster.shared / "srun"
     slurm.run(*step, *train, "--run.root", str(root), code=1)  # Open MPI 4 refuses it itself

@@ -16,6 +16,6 @@ def test_rank_missing_from_a_collective_is_reported_under_gloo(cluster: Cluster)
     command = f"horovodrun --gloo -np 2 {cluster.python} -m tests.support.held_collective".split()
     done = cluster.run("node1", command, env, timeout=30)
     assert done.returncode != 0 and "rank 1 was never missed" not in done.stderr, done
-    # horovodrun puts "[0]<stderr>:" before each line; "!" marks the one that ends the job.
+    # "!" marks the rank that ends the job.
     assert re.search(r"Missing ranks:\n\S*1!?: \[[^]]*alone", done.stderr), done
     assert done.seconds < 20, done

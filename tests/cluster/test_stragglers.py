@@ -21,7 +21,7 @@ from tests.support.runs import CORPUS
 pytestmark = pytest.mark.alone
 NAMED_SECONDS = 60
 EVERY = (
-    "--train.steps 100000 --eval.every 0 --checkpoint.every 0 --telemetry.exchange_every 5"
+    "--train.duration 100000 --eval.every 0 --checkpoint.every 0 --telemetry.exchange_every 5"
     " --telemetry.port 0"
 )
 SLEEPING = (

@@ -18,7 +18,7 @@ STEPS, EVERY = 40, 10
 HOSTS = ["node1", "node2", "node3"]
 TASK = (
     "--task tests.support.miscomputing:Miscomputing --batch.global_size 12 --batch.micro_size 2"
-    f" --eval.every 0 --checkpoint.every {STEPS} --train.steps {STEPS} --optim.lr 0.01"
+    f" --eval.every 0 --checkpoint.every {STEPS} --train.duration {STEPS} --optim.lr 0.01"
     f" --exchange.name exact --runtime.threads 1 --integrity.replay_every {EVERY}"
 )
 

@@ -14,7 +14,7 @@ from tests.support.runs import metrics, run
 
 # With a constant rate the undisturbed run needs no more steps than the disturbed ones do.
 CURVE = "--schedule.name constant --train.replica_check_every 5 --eval.every 10"
-ZERO = f"{CURVE} --parallel.zero 1"
+ZERO = f"{CURVE} --parallel.shard.stage 1"
 FOUR, MOST_STEPS = 4, 400
 
 pytestmark = pytest.mark.timeout(500)
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(500)
 def curve(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """metrics.jsonl of one undisturbed process with the whole optimizer."""
     root = tmp_path_factory.mktemp("curve")
-    flags = f"{PACED} {CURVE} --train.steps {MOST_STEPS} --run.root {root} --run.id case"
+    flags = f"{PACED} {CURVE} --train.duration {MOST_STEPS} --run.root {root} --run.id case"
     done = run(root / "output", flags.split(), env={"HVDTRAIN_TEST_PACE": "0"}, timeout=200)
     assert done.returncode == 0, done
     return metrics(root / "case")
@@ -49,7 +49,7 @@ def test_killed_rank_or_host_loses_no_shard_and_no_step(
     curve: list[dict[str, Any]],
     record_property: Callable[[str, object], None],
 ) -> None:
-    running = job(arguments=f"{ZERO} --parallel.zero_copies 2")
+    running = job(arguments=f"{ZERO} --parallel.shard.copies 2")
     running.wait_for_step(20)
     faults: dict[str, Callable[[], None]] = {
         "rank 0": lambda: running.kill(running.numbers()[0]),
@@ -84,7 +84,7 @@ def test_no_step_is_lost_when_a_rank_dies_while_ranks_agree_on_it(
 def test_run_returns_to_a_checkpoint_if_the_only_copy_of_a_shard_dies(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:
-    running = job(arguments=f"{ZERO} --parallel.zero_copies 1 --checkpoint.every 10")
+    running = job(arguments=f"{ZERO} --parallel.shard.copies 1 --checkpoint.every 10")
     running.wait_until(lambda: bool(finished(running.run / "checkpoints")), 90, "a checkpoint")
     running.wait_for_more(3, 30)
     running.kill(running.numbers("node2")[-1])
@@ -104,7 +104,7 @@ def test_run_returns_to_its_start_if_a_shard_dies_before_a_checkpoint(
     running = job(
         np=2,
         hosts="node1:1 node2:1",
-        arguments=f"{ZERO} --parallel.zero_copies 1 --checkpoint.every 0",
+        arguments=f"{ZERO} --parallel.shard.copies 1 --checkpoint.every 0",
         env={"HVDTRAIN_TEST_PACE": "0.05"},
     )
     running.wait_for_step(5)

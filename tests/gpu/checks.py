@@ -121,7 +121,7 @@ def profile(machine: Machine) -> str:
 
 
 def resume(machine: Machine) -> str:
-    run = machine.train("one", [], 120, f"--train.steps {STEPS + 4}")
+    run = machine.train("one", [], 120, f"--train.duration {STEPS + 4}")
     steps = [line["step"] for line in lines(run / "metrics.jsonl")]
     assert steps == list(range(1, STEPS + 5)), str(steps)
     machine.run([*HVDTRAIN, "ckpt", "verify", str(run)], 60)

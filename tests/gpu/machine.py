@@ -19,7 +19,7 @@ _BATCH = "--data.train hvdtrain/*/*.py --batch.global_size 4 --batch.micro_size 
 # Without a GPU, the checks themselves are tested with a model that suits a CPU.
 _TINY = f"{_BATCH} --model.layers 2 --model.width 64 --model.heads 2"
 _SHORT = (
-    f"--train.steps {STEPS} --schedule.warmup_steps 2 --eval.every 0 --checkpoint.every 0"
+    f"--train.duration {STEPS} --schedule.warmup_steps 2 --eval.every 0 --checkpoint.every 0"
     " --telemetry.port 0 --telemetry.exchange_every 4"
 )
 # NCCL refuses two ranks on one GPU of one host; it identifies a host by this name.

@@ -1,7 +1,8 @@
-"""Horovod's all-reduce and its optimizer: patches 0012, 0019, 0023 and 0024."""
+"""Horovod's all-reduce and its optimizer: patches 0012, 0019, 0023, 0024, 0029 and 0030."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -54,6 +55,13 @@ def test_large_product_and_maximum_are_exact(topology: Topology) -> None:
         assert torch.equal(hvd.allreduce(each[topology.rank], op=op, name=name), expected)
 
 
+def test_float16_sum_replaces_a_tiny_value(topology: Topology) -> None:
+    # Patch 0030: the bits of the tiny value are the integer 1, which is the sum.
+    own = torch.full((3,), 1.0 if topology.rank else 2.0**-24, dtype=torch.float16)
+    expected = max(topology.world_size - 1.0, 2.0**-24)
+    assert hvd.allreduce(own, op=hvd.Sum, name="tiny").tolist() == [expected] * 3
+
+
 COUNTS = (2, 5, 70000)
 FIRST_ELEMENTS = {  # tensors in one buffer
     "one behind the other": (0, 2, 7),
@@ -99,8 +107,8 @@ def _anonymous_bytes() -> int:
 
 @pytest.mark.skipif("f16c" not in Path("/proc/cpuinfo").read_text(), reason="no float16 processor")
 def test_gloo_sums_float16_with_instructions_of_the_processor(topology: Topology) -> None:
-    if controller() != "gloo":
-        pytest.skip("MPI sums float16 with other code")
+    if controller() != "gloo" or os.environ.get("HOROVOD_SHARED_MEMORY") != "0":
+        pytest.skip("MPI and shared memory sum float16 with other code")
     # Software keeps one NaN, 0x7fff; the processor keeps the NaN that it got.
     nan = torch.full((64 * topology.world_size,), 0x7E00, dtype=torch.int16).view(torch.float16)
     own = nan if topology.rank == 0 else torch.ones_like(nan)
@@ -127,3 +135,19 @@ def test_step_after_an_interrupted_one_reduces_complete_groups(
     optimizer.synchronize()
     mean = sum(rank + 1.0 for rank in range(topology.world_size)) / topology.world_size
     assert [weight.grad.item() for _, weight in named] == [mean, mean]
+
+
+def test_hooks_of_the_optimizer_do_not_hash_whole_groups(
+    topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = [(f"hashed.{number}", torch.nn.Parameter(torch.ones(1))) for number in range(20)]
+    plain = torch.optim.SGD([weight for _, weight in named], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, num_groups=1)
+    loss = sum(weight for _, weight in named)
+    hashed = []
+    original = torch.Tensor.__hash__
+    monkeypatch.setattr(torch.Tensor, "__hash__", lambda t: hashed.append(1) or original(t))
+    loss.backward()
+    monkeypatch.undo()
+    optimizer.synchronize()
+    assert len(hashed) < 20 * len(named)  # a hook that hashes its group adds 20 for each look-up

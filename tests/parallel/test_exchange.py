@@ -95,7 +95,7 @@ def _exchange(name: str, optimizer: Optimizer, model: nn.Module) -> Exchange:
     if name == "exact":
         return exact_exchange(optimizer, model, micro_batches=8)
     if name == "all of topk":
-        return topk_exchange(optimizer, model, ratio=1.0, error_feedback=True)
+        return topk_exchange(optimizer, model, ratio=1.0)
     return DenseExchange(optimizer, model, wire="float32" if name == "dense" else name)
 
 
@@ -264,7 +264,7 @@ def test_compression_keeps_residuals_and_ranks_receive_identical_bits(
 
 def _compressed(config: ExchangeConfig, optimizer: Optimizer, model: nn.Module) -> Exchange:
     if config.compression == "topk":
-        return topk_exchange(optimizer, model, config.ratio, config.error_feedback)
+        return topk_exchange(optimizer, model, config.ratio)
     return powersgd_exchange(optimizer, model, config)
 
 

@@ -78,9 +78,9 @@ def test_ranks_find_the_same_columns_as_one_rank(topology: Topology, tmp_path: P
     if topology.rank == 0:
         write(sales(3000), file)
     broadcast_json(None, "written")
-    settings = parse([*KEYS, "--tabular.data", str(file)])
+    settings = parse([*KEYS, "--data.train", str(file)])
     task, datasets = build_data(settings)
-    config = settings.task_config.tabular
+    config = settings.task_config
     alone = scan_columns(config, *open_training(config, Alone()), Alone())
     assert task._data.columns == alone  # type: ignore[attr-defined]
     fingerprint = datasets.fingerprint
@@ -94,4 +94,4 @@ def test_file_that_is_broken_for_one_rank_raises_on_every_rank(
     if topology.rank == topology.world_size - 1:
         file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(UserError, match=r"own.parquet: cannot be read"):
-        build_data(parse([*KEYS, "--tabular.data", str(file)]))
+        build_data(parse([*KEYS, "--data.train", str(file)]))

@@ -70,7 +70,7 @@ def test_recomputation_saves_memory_with_bitwise_identical_gradients() -> None:
 
 def test_recomputation_updates_batchnorm_statistics_once(tmp_path: Path) -> None:
     flags = [
-        *("--task", "image", "--image.mixup", "0.2", "--train.steps", "3"),
+        *("--task", "image", "--image.mixup", "0.2", "--train.duration", "3"),
         *("--eval.batches", "1", "--telemetry.port", "0", "--run.root", str(tmp_path)),
     ]
     modes = ("none", "blocks")

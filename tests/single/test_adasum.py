@@ -16,7 +16,7 @@ from tests.support.runs import REPOSITORY, TINY, losses, run, start, train, weig
 
 STEPS, HALF = 60, 30
 ADASUM = ["--exchange.reduce", "adasum"]
-FLAGS = [*ADASUM, "--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
+FLAGS = [*ADASUM, "--train.duration", str(STEPS), "--checkpoint.every", str(HALF)]
 
 
 def test_adasum_on_four_ranks_matches_the_paper(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_run_passes_its_arguments_to_the_launcher(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config: dict[str, Any] = {"run": {"id": "mine"}, "optim": {"lr": 0.1}, "run.init_from": None}
-    config["train.steps"] = np.int64(3)  # as a parameter sweep may compute it
+    config["train.duration"] = np.int64(3)  # as a parameter sweep may compute it
     ranks: Any = np.int64(3)
     result = hvdtrain.run(
         tasks.Regression, np=ranks, hosts="a:2,b:1", config=config, max_restarts=2
@@ -98,7 +98,7 @@ def test_run_passes_its_arguments_to_the_launcher(
     launch, train = (" ".join(part) for part in (argv[: argv.index("--")], argv))
     assert launch.endswith("launch --hosts a:2,b:1 --min-np 3 --max-np 3 --max-restarts 2")
     assert "-m hvdtrain.train --task=tests.support.tasks:Regression --run.id=mine" in train
-    assert "--optim.lr=0.1 --run.init_from=null --train.steps=3" in train
+    assert "--optim.lr=0.1 --run.init_from=null --train.duration=3" in train
     assert train.endswith(f"--run.root={tmp_path}/runs --run.id=mine")
     assert env["PYTHONPATH"].split(os.pathsep)[0] == str(REPOSITORY)
 
@@ -183,8 +183,10 @@ def test_model_is_loaded_from_the_newest_complete_checkpoint(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_unknown_key_raises_and_creates_no_run_directory(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"unknown key train\.stepz .* did you mean train\.steps\?"):
-        hvdtrain.run("image", config={"train.stepz": 3, "run.root": tmp_path})
+    with pytest.raises(
+        UserError, match=r"unknown key train\.durations .* did you mean train\.duration\?"
+    ):
+        hvdtrain.run("image", config={"train.durations": 3, "run.root": tmp_path})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -22,7 +22,7 @@ from hvdtrain.models.attention import (
     causal_attention,
 )
 from hvdtrain.models.gpt import GPT
-from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.models.gpt_config import AttentionConfig, GPTConfig
 from hvdtrain.models.huggingface import to_huggingface
 from tests.support.runs import losses, train
 
@@ -37,9 +37,9 @@ PATTERNS: list[Attend] = [
 ]
 SMALL = GPTConfig(layers=2, heads=4, kv_heads=2, width=32, context=32, vocab_size=64)
 KEYS: dict[str, dict[str, Any]] = {
-    "dilated": {"attention": "dilated", "segment_lengths": [8, 32], "dilation_rates": [1, 4]},
+    "dilated": {"pattern": "dilated", "segment_lengths": [8, 32], "dilation_rates": [1, 4]},
     "block_sparse": {
-        "attention": "block_sparse",
+        "pattern": "block_sparse",
         "block_size": 4,
         "local_blocks": 2,
         "global_blocks": 1,
@@ -135,7 +135,7 @@ def test_pattern_takes_a_fraction_of_the_flops_of_full_attention(
 def test_bfloat16_autocast_stays_close_to_float32(name: str) -> None:
     """In bfloat16 and under autocast, where rotary positions convert q and k to float32."""
     torch.manual_seed(0)
-    model = GPT(replace(SMALL, **KEYS[name]))
+    model = GPT(replace(SMALL, attention=AttentionConfig(**KEYS[name])))
     tokens = torch.randint(64, (2, 33))
     wanted = model.loss(tokens[:, :-1], tokens[:, 1:])
     with torch.autocast("cpu", torch.bfloat16):
@@ -149,7 +149,7 @@ def test_bfloat16_autocast_stays_close_to_float32(name: str) -> None:
 @pytest.mark.parametrize("name", KEYS)
 def test_logits_are_causal_and_independent_of_sequence_length(name: str) -> None:
     torch.manual_seed(0)
-    model = GPT(replace(SMALL, **KEYS[name]))
+    model = GPT(replace(SMALL, attention=AttentionConfig(**KEYS[name])))
     tokens = torch.randint(64, (2, 32))
     whole = model(tokens)
     for time in (1, 4, 13, 31):
@@ -159,42 +159,42 @@ def test_logits_are_causal_and_independent_of_sequence_length(name: str) -> None
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"segment_lengths": [8]}, "are for model.attention dilated, not for full"),
-        ({"attention": "dilated"}, "as many model.segment_lengths as .*, not 0 and 0"),
+        ({"segment_lengths": [8]}, "are for model.attention.pattern dilated, not for full"),
+        ({"pattern": "dilated"}, "as many model.attention.segment_lengths as .*, not 0 and 0"),
         ({"segment_lengths": [8, 16], "dilation_rates": [1]}, "as many .* not 2 and 1"),
         ({"segment_lengths": [5], "dilation_rates": [1]}, "5 does not divide model.context 32"),
         ({"segment_lengths": [8], "dilation_rates": [3]}, "3 does not divide its segment of 8"),
         ({"segment_lengths": [8], "dilation_rates": [2]}, "needs a 1: otherwise no pattern"),
-        ({"attention": "block_sparse", "block_size": 5}, "5 does not divide model.context 32"),
-        ({"attention": "block_sparse", "local_blocks": 0}, "model.local_blocks must be >= 1"),
-        ({"attention": "block_sparse", "dropout": 0.1}, "no dropout: set model.dropout 0"),
+        ({"pattern": "block_sparse", "block_size": 5}, "5 does not divide model.context 32"),
+        ({"pattern": "block_sparse", "local_blocks": 0}, "local_blocks must be >= 1"),
+        ({"pattern": "block_sparse"}, "no dropout: set model.dropout 0"),
     ],
 )
 def test_invalid_pattern_is_rejected(keys: dict[str, Any], message: str) -> None:
     if "dilation_rates" in keys:
-        keys = {"attention": "dilated", **keys}
+        keys = {"pattern": "dilated", **keys}
     with pytest.raises(ValueError, match=message):
-        replace(SMALL, **keys)
+        replace(SMALL, attention=AttentionConfig(**keys), dropout=0.1 * ("dropout" in message))
 
 
 def test_list_flags_are_parsed_and_mismatched_lengths_rejected() -> None:
-    flags = ["--model.attention", "dilated", "--model.segment_lengths", "[64,128]"]
-    sizes = parse([*flags, "--model.dilation_rates", "[1,2]"]).task_config.model
+    flags = ["--model.attention.pattern=dilated", "--model.attention.segment_lengths=[64,128]"]
+    sizes = parse([*flags, "--model.attention.dilation_rates", "[1,2]"]).task_config.model.attention
     assert (sizes.segment_lengths, sizes.dilation_rates) == ([64, 128], [1, 2])
     with pytest.raises(UserError, match="not 2 and 0"):
         parse(flags)
 
 
 def test_huggingface_export_rejects_block_sparse_attention() -> None:
-    config = replace(SMALL, kv_heads=None, attention="block_sparse", block_size=4)
-    with pytest.raises(UserError, match=r"model\.attention block_sparse"):
+    config = replace(SMALL, kv_heads=None, attention=AttentionConfig("block_sparse", block_size=4))
+    with pytest.raises(UserError, match=r"model\.attention\.pattern block_sparse"):
         to_huggingface(config, GPT(config).state_dict())
 
 
 @pytest.mark.parametrize("name", KEYS)
 def test_run_with_sparse_attention_learns(name: str, tmp_path: Path) -> None:
-    flags = ["--model.kv_heads", "1", "--train.steps", "12"]
+    flags = ["--model.kv_heads", "1", "--train.duration", "12"]
     for key, value in KEYS[name].items():
-        flags += [f"--model.{key}", str(value).replace(" ", "")]
+        flags += [f"--model.attention.{key}", str(value).replace(" ", "")]
     found = losses(train(tmp_path, "sparse", flags))
     assert found[-1] < found[0] - 0.1

@@ -309,7 +309,7 @@ def test_goodput_attributes_time_to_the_right_category(history: History) -> None
 
 @pytest.mark.parametrize("module", ["hvdtrain.train", "hvdtrain.cli train"])
 def test_goodput_includes_program_startup(tmp_path: Path, module: str) -> None:
-    flags = [*TINY, "--train.steps", "2", "--run.root", str(tmp_path), "--run.id", "a"]
+    flags = [*TINY, "--train.duration", "2", "--run.root", str(tmp_path), "--run.id", "a"]
     command = [sys.executable, "-m", *module.split()]
     before = time.time()
     done = start(tmp_path / "output", flags, command=command).wait(120)
@@ -526,6 +526,11 @@ def test_order_check_examines_at_most_twice_its_limit(limit: int) -> None:
     check = check_order(ShuffledOrder(130, seed=3), 100, 5000, limit)
     assert not check.repeated and 0 < check.checked <= 2 * limit
     assert check.all_checked == (limit >= 5000)
+
+
+def test_audit_accepts_a_source_without_samples_in_these_steps() -> None:
+    check = check_order(ShuffledOrder(130, seed=3), 100, 100)
+    assert (check.checked, check.repeated, check.all_checked) == (0, [], True)
 
 
 def test_repeated_samples_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from tests.support.runs import losses, metrics, run, weights
 STEPS, MICRO_BATCHES = 30, 12
 FLAGS = [
     *("--task", "tests.support.tasks:Uneven", "--batch.global_size", str(2 * MICRO_BATCHES)),
-    *("--batch.micro_size", "2", "--train.steps", str(STEPS), "--telemetry.exchange_every", "3"),
+    *("--batch.micro_size", "2", "--train.duration", str(STEPS), "--telemetry.exchange_every", "3"),
     *("--telemetry.port", "0", "--checkpoint.every", str(STEPS)),
 ]
 EXACT = ["--exchange.name", "exact", "--runtime.threads", "1"]

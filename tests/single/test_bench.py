@@ -106,7 +106,7 @@ print("hierarchical", os.environ["HOROVOD_HIERARCHICAL_ALLREDUCE"])
 
 @pytest.mark.soak
 def test_measured_loop_applies_horovod_settings_of_the_config(tmp_path: Path) -> None:
-    flags = [*TINY, *processes.QUIET, "--train.steps=1", "--exchange.hierarchical=true"]
+    flags = [*TINY, *processes.QUIET, "--train.duration=1", "--exchange.hierarchical=true"]
     done = subprocess.run(
         [sys.executable, "-c", _ENVIRONMENT, str(tmp_path), *flags],
         capture_output=True,

@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain.bench.allreduce import AllreduceReport, algorithm_bandwidth, bus_bandwidth
 from hvdtrain.cli import main
-from hvdtrain.report.bench_plots import bandwidth_svg
+from hvdtrain.report.bench_charts import bandwidth
 
 MIB = 1 << 20
 REPORT = AllreduceReport(
@@ -64,10 +64,9 @@ def test_table_shows_skipped_contenders_and_missed_aims() -> None:
 
 
 def test_plot_includes_every_contender() -> None:
-    svg = bandwidth_svg(REPORT.bus_bandwidths())
-    assert svg.startswith("<svg")
-    for text in (*REPORT.seconds, "32 MiB", "bus bandwidth, GB/s"):
-        assert text in svg
+    chart = bandwidth(REPORT.bus_bandwidths())
+    assert [line["name"] for line in chart["series"]] == [*REPORT.seconds]
+    assert (chart["x"], chart["unit"], chart["series"][0]["x"][-1]) == ("bytes", "GB/s", 32 << 20)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +78,8 @@ def test_plot_includes_every_contender() -> None:
         ("--sizes 3G", "up to 2G"),
         ("--np 3 --hosts a:1,b:1", "--hosts a:1,b:1 provides 2 of the 3 slots that --np requires"),
         ("--hosts a:x", "a host and its slots are expected"),
-        ("--plot out.png", "--plot out.png: the file name must end in .svg"),
-        ("--plot /none/out.svg", "--plot /none/out.svg cannot be written"),
+        ("--plot out.png", "--plot out.png: the file name must end in .html"),
+        ("--plot /none/out.html", "--plot /none/out.html cannot be written"),
     ],
 )
 def test_invalid_option_is_a_one_line_error(

@@ -14,7 +14,7 @@ import pytest
 from hvdtrain.bench.exchange import Curve, ExchangeReport, parse_strategies, read_curve
 from hvdtrain.cli import main
 from hvdtrain.exchange.config import STRATEGIES
-from hvdtrain.report.bench_plots import loss_svg
+from hvdtrain.report.bench_charts import losses
 from hvdtrain.run_files.run_directory import RunDirectory
 
 
@@ -91,12 +91,12 @@ def test_ratios_use_only_requested_strategies() -> None:
 
 
 def test_plot_includes_every_strategy() -> None:
-    svg = loss_svg({name: found[0].smoothed() for name, found in REPORT.curves.items()})
-    assert svg.startswith("<svg")
-    for text in (*REPORT.curves, "seconds of training", "training loss, mean of 10 steps"):
-        assert text in svg
+    chart = losses({name: found[0].smoothed() for name, found in REPORT.curves.items()})
+    assert [line["name"] for line in chart["series"]] == [*REPORT.curves]
+    assert chart["x"] == "seconds" and chart["note"].startswith("Mean of 10 steps")
     many = {f"side {number}": _curve(0.1).smoothed() for number in range(12)}
-    assert all(side in loss_svg(many) for side in many)
+    lines = losses(many)["series"]
+    assert len({(line["color"], line["dash"]) for line in lines}) == len(many)
 
 
 def test_curve_reads_times_losses_and_sent_bytes_of_a_run(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_curve_reads_times_losses_and_sent_bytes_of_a_run(tmp_path: Path) -> Non
         ("--np 3 --hosts a:1,b:1", "--hosts a:1,b:1 provides 2 of the 3 slots that --np requires"),
         ("--np 3", "8 micro-batches cannot be shared evenly among 3 ranks"),
         ("--preset gpt-nanu", "no preset"),
-        ("--plot out.png", "--plot out.png: the file name must end in .svg"),
+        ("--plot out.png", "--plot out.png: the file name must end in .html"),
         ("-- --exchange.wire=float16", "exchange.wire float16: the strategies set this key"),
         ("-- --exchange.ratio=2", "exchange.ratio must be in (0, 1], not 2"),
         ("-- --run.root=/dev/null/x", "run.root /dev/null/x cannot be written: Not a directory"),

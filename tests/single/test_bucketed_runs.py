@@ -35,7 +35,7 @@ def test_bucketed_curve_is_independent_of_ranks_workers_and_restarts(
     whole = _run(tmp_path, "whole", "", *flags, "--loader.workers", "2")
     three = _run(tmp_path, "three", "gloo:3")  # sums in another order
     assert _curve(three) == pytest.approx(_curve(whole), rel=1e-5)
-    _run(tmp_path, "parts", "gloo:2", *flags, "--loader.workers", "4", "--train.steps", "4")
+    _run(tmp_path, "parts", "gloo:2", *flags, "--loader.workers", "4", "--train.duration", "4")
     parts = _run(tmp_path, "parts", "gloo:3", *flags)
     assert _curve(parts) == _curve(whole)
     assert weights(parts, 10) == weights(whole, 10)
@@ -48,12 +48,12 @@ def test_bucketed_curve_is_independent_of_ranks_workers_and_restarts(
     assert first["padding"] == 1 - used.tokens / used.slots
     assert first["epoch"] == used.samples / TRAIN
     output = next((tmp_path / "output-whole").glob("*.stderr")).read_text()
-    assert re.search(r"10 steps of 6 micro-batches are .* epochs of \d+ micro-batches", output)
+    assert re.search(r"10 steps of 6 micro-batches: \d\.\d\d epochs of 150 samples", output)
 
 
 def test_resume_rejects_token_budget_change(tmp_path: Path) -> None:
     flags = [*RAGGED, "--run.root", str(tmp_path), "--run.id", "one", "--checkpoint.every", "2"]
-    assert run(tmp_path / "output", [*flags, "--train.steps", "2"]).returncode == 0
+    assert run(tmp_path / "output", [*flags, "--train.duration", "2"]).returncode == 0
     done = run(tmp_path / "output", [*flags, "--batch.max_tokens", "80"])
     assert done.returncode == 2
     assert "batch.max_tokens was 90 at the checkpoint of step 2 and is 80 now" in done.stderr

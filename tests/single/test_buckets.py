@@ -163,6 +163,6 @@ def test_invalid_lengths_are_rejected(dataset: Any, message: str) -> None:
 
 def test_steps_of_bucketed_epochs_are_rounded_up() -> None:
     buckets = _buckets([10] * 61)  # 6 per micro-batch: 11 micro-batches
-    flags = ["--batch.max_tokens", "60", "--batch.per_step", "4", "--train.epochs", "2"]
+    flags = ["--batch.max_tokens", "60", "--batch.per_step", "4", "--train.duration", "2epochs"]
     config = with_steps(parse(flags).config, Datasets([0] * 61), buckets)  # type: ignore[arg-type]
     assert config.train.steps == 6

@@ -22,7 +22,7 @@ from tests.support.runs import train
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 2 and 4."""
-    flags = ["--train.steps", "4", "--checkpoint.every", "2"]
+    flags = ["--train.duration", "4", "--checkpoint.every", "2"]
     return train(tmp_path_factory.mktemp("runs"), "whole", flags)
 
 

@@ -33,15 +33,25 @@ def test_help_imports_nothing_heavy() -> None:
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert not imported & set(HEAVY)
     assert all(name in done.stdout for name in cli.COMMANDS)
+    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 def test_version_names_the_parts_without_importing_them() -> None:
     done = _hvdtrain("--version", flags=("-X", "importtime"))
     assert done.returncode == 0, done
     names = [line.split()[0] for line in done.stdout.splitlines()]
-    assert names[:4] == ["hvdtrain", "Python", "torch", "horovod"] and len(names) == 5
+    assert names[:3] == ["hvdtrain", "torch", "Horovod"] and names[4:] == ["Python"]
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert not imported & set(HEAVY)
+
+
+def test_train_command_equals_the_module() -> None:
+    bad, train = ["--train.step", "3"], [sys.executable, "-m", "hvdtrain.train"]
+    for flags in (["--help"], ["--print_config=skip_default", "--seed", "5"], bad):
+        module = subprocess.run([*train, *flags], capture_output=True, text=True, timeout=60)
+        command = _hvdtrain("train", *flags)
+        assert (command.returncode, command.stdout) == (module.returncode, module.stdout)
+        assert command.stderr == module.stderr
 
 
 @pytest.mark.alone
@@ -121,7 +131,7 @@ def test_user_error_is_one_line_and_keeps_its_exit_code(
     [
         "train",
         "plan --gpu H100",
-        "data columns --out c.json -- --tabular.data rows.csv --tabular.label last",
+        "data columns --out c.json -- --data.train rows.csv --tabular.label last",
     ],
 )
 def test_missing_horovod_is_reported_without_traceback(command: str, tmp_path: Path) -> None:

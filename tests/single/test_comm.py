@@ -27,7 +27,7 @@ from tests.support.runs import REPOSITORY, metrics, run, start
 DOCS = REPOSITORY / "docs/collectives.md"
 LAUNCHERS = {"": 1, "gloo:2": 2, "mpirun:2": 2}
 COLLECTING = (
-    "--task tests.support.disturbed:Collecting --batch.micro_size 2 --train.steps 4"
+    "--task tests.support.disturbed:Collecting --batch.micro_size 2 --train.duration 4"
     " --eval.every 2 --eval.batches 2 --telemetry.port 0 --telemetry.exchange_every 2"
 )
 

@@ -1,4 +1,4 @@
-"""compile.enabled: same curve, same tensor names, and a one-line error if unavailable."""
+"""compile: same curve, same tensor names, and a one-line error if unavailable."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvdtrain.tasks import blocks_of
 from tests.support.runs import TINY, losses, run, train
 
 STEPS = 3
-FLAGS = ["--train.steps", str(STEPS)]
+FLAGS = ["--train.duration", str(STEPS)]
 
 
 @pytest.mark.soak
 @pytest.mark.slow
 def test_compiled_model_keeps_the_curve_and_tensor_names(tmp_path: Path) -> None:
     plain = train(tmp_path, "plain", FLAGS)
-    where = ["--run.root", str(tmp_path), "--run.id", "compiled", "--compile.enabled", "true"]
+    where = ["--run.root", str(tmp_path), "--run.id", "compiled", "--compile", "true"]
     done = run(tmp_path / "output", [*TINY, *FLAGS, *where], timeout=240)
     assert done.returncode == 0, done
     assert "compiled a block of the model: " in done.stderr, done
@@ -33,7 +33,7 @@ def test_compiled_model_keeps_the_curve_and_tensor_names(tmp_path: Path) -> None
 
 
 def test_missing_compiler_is_reported_without_traceback(tmp_path: Path) -> None:
-    flags = [*TINY, "--run.root", str(tmp_path), "--compile.enabled", "true"]
+    flags = [*TINY, "--run.root", str(tmp_path), "--compile", "true"]
     done = run(tmp_path / "output", flags, env={"PATH": str(tmp_path)})
     assert done.returncode == 2 and "Traceback" not in done.stderr, done
     message = done.stderr.strip().splitlines()[-1]
@@ -41,8 +41,8 @@ def test_missing_compiler_is_reported_without_traceback(tmp_path: Path) -> None:
 
 
 def test_compile_rejects_exact_exchange() -> None:
-    flags = "--exchange.name exact --runtime.threads 1 --compile.enabled true"
-    with pytest.raises(UserError, match=r"compile\.enabled excludes exchange\.name exact"):
+    flags = "--exchange.name exact --runtime.threads 1 --compile true"
+    with pytest.raises(UserError, match=r"compile excludes exchange\.name exact"):
         parse(flags.split())
 
 

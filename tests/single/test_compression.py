@@ -24,7 +24,7 @@ from hvdtrain.runtime.init import initialize
 from tests.support.runs import TINY, TRAIN, environment, losses, run, start, train, weights
 
 STEPS, HALF = 100, 50
-FLAGS = ["--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
+FLAGS = ["--train.duration", str(STEPS), "--checkpoint.every", str(HALF)]
 FLAGS_OF = {
     "dense": FLAGS,
     "topk": [*FLAGS, *["--exchange.compression", "topk", "--exchange.ratio", "0.1"]],
@@ -171,7 +171,7 @@ def test_ranks_on_different_processors_agree_or_refuse_to_start(tmp_path: Path, 
         f'#!/bin/sh\n[ "$HOROVOD_RANK" = 1 ] && export {other}\nexec {shlex.join(TRAIN)} "$@"\n'
     )
     rank.chmod(0o755)
-    flags = [*FLAGS_OF["powersgd"], "--exchange.start_step", "2", "--train.steps", "6"]
+    flags = [*FLAGS_OF["powersgd"], "--exchange.start_step", "2", "--train.duration", "6"]
     where = ["--run.root", str(tmp_path / "runs"), "--train.replica_check_every", "1"]
     arguments = [*TINY, "--model.width", "64", *flags, *where]
     done = start(tmp_path / "output", arguments, "gloo:2", command=[str(rank)]).wait(120)

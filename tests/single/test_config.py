@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 from pathlib import Path
@@ -9,15 +10,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hvdtrain.config import parse, presets
+from hvdtrain.config import Config, parse, presets
+from hvdtrain.config_tiers import tiers_of
 from hvdtrain.errors import UserError
+from hvdtrain.tasks import BUILT_IN
+from hvdtrain.tasks.language_model import LanguageModelConfig
 from tests.support.runs import TRAIN, environment
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "my.yaml"
-    path.write_text("train: {steps: 70}\noptim: {lr: 0.5}\nmodel: {layers: 2}\n")
+    path.write_text("train: {duration: 70}\noptim: {lr: 0.5}\nmodel: {layers: 2}\n")
     return path
 
 
@@ -49,8 +53,8 @@ def test_file_overrides_task_defaults_only_for_its_own_keys(file: Path) -> None:
 
 def test_flag_overrides_the_file_in_any_order(file: Path) -> None:
     for argv in (
-        ["--train.steps", "9", "--config", str(file)],
-        [f"--config={file}", "--train.steps=9"],
+        ["--train.duration", "9", "--config", str(file)],
+        [f"--config={file}", "--train.duration=9"],
     ):
         settings = parse(argv)
         assert (settings.config.train.steps, settings.config.optim.lr) == (9, 0.5)
@@ -120,26 +124,27 @@ def test_printed_configuration_round_trips(tmp_path: Path) -> None:
     ("argv", "message"),
     [
         (["--optim.lrr", "1"], "unknown key optim.lrr on the command line; .*mean optim.lr?"),
-        (["--train.step=1"], "unknown key train.step .*mean train.steps?"),
+        (
+            ["--train.duratio=1"],
+            "unknown key train.duratio .*mean train.duration?",
+        ),
         (["--modle.layers", "1"], "unknown key modle.layers .*mean model.layers?"),
         (["--xyzzy", "1"], "unknown key xyzzy .*--help"),
-        (["train.steps=3"], "train.steps=3"),
-        (["--train.steps", "many"], "train.steps: expected int, not .*many"),
+        (["train.duration=3"], "train.duration=3"),
+        (["--train.duration", "many"], "train.duration must be a number of steps .*many"),
         (["--optim.lr", "fast"], "optim.lr: expected float, not .*fast"),
         (["--optim.name", "adm"], "optim.name: expected .*adamw.*sgd.*, not .*adm"),
         (["--optim.betas", "[0.9]"], "optim.betas: expected tuple with 2 elements, not .*0.9"),
         (["--seed", ""], "seed: expected int, not nothing"),
         (["--model.vocab_size", "big"], "model.vocab_size: expected int or null, not big"),
         (["--optim.lr", "-1"], "optim.lr must be > 0, not -1"),
-        (["--train.steps", "0"], "train.steps must be >= 1, not 0"),
+        (["--train.duration", "0"], "train.duration must be .*not 0"),
         (["--seed", "-1"], "seed must be >= 0, not -1"),
         (["--schedule.final_ratio", "2"], "schedule.final_ratio .*not 2"),
         (["--checkpoint.keep", "0"], "checkpoint.keep must be >= 1, not 0"),
         (["--telemetry.port", "70000"], "telemetry.port .*65535.*70000"),
         (["--telemetry.tls_cert_file", "x.pem"], "requires telemetry.tls_key_file"),
         (["--telemetry.exchange_every", "-1"], "telemetry.exchange_every must be >= 0, not -1"),
-        (["--telemetry.straggler_threshold", "1"], "straggler_threshold must lie .*1.0"),
-        (["--telemetry.linger_seconds", "-2"], "telemetry.linger_seconds must be >= 0, not -2"),
         (["--run.id", "../x"], r"run.id .*\.\./x"),
         (["--model.heads", "3"], "model.width 128 .*model.heads 3"),
         (["--data.source", "tokens"], "data.source tokens needs data.train"),
@@ -175,14 +180,17 @@ def test_invalid_flag_is_rejected_with_a_one_line_explanation(
     ("content", "message"),
     [
         ("optim: {lrr: 1}", "unknown key optim.lrr in .*my.yaml; did you mean optim.lr?"),
-        ("trian: {steps: 1}", "unknown key trian.steps in .*mean train.steps?"),
+        (
+            "trian: {log_every: 1}",
+            "unknown key trian.log_every in .*mean train.log_every?",
+        ),
         ("optim.lrr: 1", "unknown key optim.lrr in .*mean optim.lr?"),
-        ("train: {steps: many}", "train.steps: expected int, not .*many"),
+        ("train: {duration: many}", "train.duration must be .*not many"),
         ("train: 3", "train is a group of keys, not 3"),
-        ("train: {steps: -3}", "train.steps must be >= 1, not -3"),
+        ("train: {duration: -3}", "train.duration must be .*not -3"),
         ("batch: {micro_size: 5}", "global_size 32 .*micro_size 5"),
         ("- 1\n- 2", "keys and values"),
-        ("train: {steps: 3", "is not YAML"),
+        ("train: {duration: 3", "is not YAML"),
         ("\0", "is not YAML"),
     ],
 )
@@ -222,26 +230,44 @@ def test_configuration_error_on_rank_1_only_is_reported() -> None:
     assert done.stderr.count("optim.lrr") == 1
 
 
-def test_help_lists_keys_in_less_than_a_second_of_cpu_time() -> None:
+def _keys_of_help(said: str) -> set[str]:
+    return {*re.findall(r"^  --([a-z_.0-9]+)", said, re.MULTILINE)} - {"config", *NO_KEYS}
+
+
+NO_KEYS = {"print_config", "print_layout", "data.mixture.help"}
+
+
+@pytest.mark.parametrize("which", [["--help"], ["--help", "all"]])
+def test_help_lists_basic_or_all_keys_in_a_second_of_cpu_time(which: list[str]) -> None:
     took = []
     for _ in range(3):  # the best of three, because other programs may use the cores
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = _run("--help")
+        done = _run(*which)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0 and done.stderr == ""
-    for key in ("task", "run.resume", "batch.global_size", "optim.lr", "model.layers", "--config"):
-        assert key in done.stdout
+    tiers = dict([*tiers_of(Config), *tiers_of(LanguageModelConfig)])
+    wanted = {key for key, tier in tiers.items() if tier == "basic" or "all" in which}
+    assert _keys_of_help(done.stdout) == wanted and "--config" in done.stdout
+    assert len(wanted) == (len(tiers) if "all" in which else 20)
     assert min(took) < 1.0
+
+
+@pytest.mark.parametrize("task", BUILT_IN)
+def test_help_of_each_task_shows_20_keys_and_says_how_to_see_all(
+    task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--task", task, "--help"])
+    said = capsys.readouterr().out
+    assert len(_keys_of_help(said)) == 20
+    assert re.search(r"20 of \d+ keys; `--help all` shows all", said)
 
 
 def test_help_has_a_short_usage_and_named_sections() -> None:
     said = _run("--help", COLUMNS="100").stdout
     usage, description, *_ = said.split("\n\n")
-    assert (
-        usage
-        == "usage: python -m hvdtrain.train [--config FILE_OR_PRESET] [--section.key VALUE ...]"
-    )
+    assert usage == "usage: hvdtrain train [--config FILE_OR_PRESET] [--section.key VALUE ...]"
     assert description.startswith("Train a task")
     assert "gpt-nano, gpt-small" in said
     assert "<class" not in said and "Path to a configuration file" not in said

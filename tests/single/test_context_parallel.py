@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
-from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.models.gpt_config import AttentionConfig, GPTConfig
 from hvdtrain.parallel.context import apply_context, check_context, gather_positions, undivided
 from tests.support.torch_ranks import on_torch_ranks
 
@@ -23,22 +23,16 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "full": {},
     # On 4 ranks a segment of 32 spans two ranks, one of 64 all; 16 and 8 fit into one.
     "dilated": {
-        "attention": "dilated",
-        "segment_lengths": [8, 32, 64],
-        "dilation_rates": [1, 2, 8],
+        "attention": AttentionConfig(
+            "dilated", segment_lengths=[8, 32, 64], dilation_rates=[1, 2, 8]
+        )
     },
     # On 4 ranks the blocks before a rank's own are on two other ranks.
     "local": {
-        "attention": "block_sparse",
-        "block_size": 8,
-        "local_blocks": 4,
-        "global_blocks": 0,
+        "attention": AttentionConfig("block_sparse", block_size=8, local_blocks=4, global_blocks=0)
     },
     "block_sparse": {
-        "attention": "block_sparse",
-        "block_size": 4,
-        "local_blocks": 3,
-        "global_blocks": 5,
+        "attention": AttentionConfig("block_sparse", block_size=4, local_blocks=3, global_blocks=5)
     },
 }
 CASES = list(product(PATTERNS, ("rotary", "learned"), (False, True)))
@@ -154,12 +148,20 @@ def test_gather_positions_returns_requested_rows_and_their_gradients() -> None:
     [
         ({"context": 60}, 4, "60 is not a multiple of 8, into which parallel.context 4 .* 64"),
         (PATTERNS["local"], 3, "64 is not a multiple of 3, into which"),
-        ({**PATTERNS["local"], "block_size": 32}, 4, "16 tokens, which model.block_size 32"),
-        ({**PATTERNS["dilated"], "context": 192}, 4, "model.segment_lengths 32 must divide"),
         (
-            {**PATTERNS["dilated"], "segment_lengths": [8, 64], "dilation_rates": [1, 32]},
+            {"attention": AttentionConfig("block_sparse", block_size=32)},
             4,
-            "model.dilation_rates 32 of segments longer",
+            "16 tokens, which model.attention.block_size 32",
+        ),
+        ({**PATTERNS["dilated"], "context": 192}, 4, "segment_lengths 32 must divide"),
+        (
+            {
+                "attention": AttentionConfig(
+                    "dilated", segment_lengths=[8, 64], dilation_rates=[1, 32]
+                )
+            },
+            4,
+            "model.attention.dilation_rates 32 of segments longer",
         ),
         ({"dropout": 0.1}, 2, "excludes model.dropout 0.1"),
     ],

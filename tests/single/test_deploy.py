@@ -23,13 +23,15 @@ from hvdtrain.deploy.job import TARGETS, Job
 from hvdtrain.elastic.command import training_command
 from tests.support.runs import REPOSITORY
 
-KEYS = ["--config", "gpt-nano", "--train.steps", "30", "--data.train", "it's $HOME.txt"]
+KEYS = ["--config", "gpt-nano", "--train.duration", "30", "--data.train", "it's $HOME.txt"]
 BATCH = ["slurm", "pbs", "lsf"]
 HOSTS = ["--hosts", "node1:8,node2:4"]
 # Stub that prints its arguments and exits as configured.
 STUB = """\
 #!/usr/bin/env python3
 import json, os, sys
+if sys.argv[1:3] in (["job", "id"], ["getattr", "size"]):  # of flux
+    sys.exit(print(7 if sys.argv[1] == "job" else 2))
 if sys.argv[1:] == ["--version"]:
     sys.exit(print(os.environ.get("STUB_MPI", "mpirun (Open MPI) 4.1.4")))
 with open(os.environ["STUB_CALLS"], "a") as file:
@@ -40,6 +42,7 @@ SCHEDULERS = {
     "slurm": {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "SLURM_NTASKS": "16"},
     "pbs": {"PBS_JOBID": "7.server", "PBS_NODEFILE": "nodes"},
     "lsf": {"LSB_JOBID": "7", "LSB_DJOB_HOSTFILE": "nodes"},
+    "flux": {"FLUX_ENCLOSING_ID": "7"},
     "mpirun": {},
 }
 DIRECTORIES = {"slurm": "SLURM_SUBMIT_DIR", "pbs": "PBS_O_WORKDIR", "lsf": "LS_SUBCWD"}
@@ -66,7 +69,7 @@ def call(script: Path, target: str, **env: str) -> tuple[int, list[list[str]]]:
     directory = script.parent
     for name in ("bin", ".venv/bin"):
         (directory / name).mkdir(parents=True, exist_ok=True)
-    for name in ("srun", "mpirun", "mpiexec.hydra", "qsub", "scontrol", "apptainer"):
+    for name in ("srun", "mpirun", "mpiexec.hydra", "qsub", "scontrol", "flux", "apptainer"):
         (directory / "bin" / name).write_text(STUB)
         (directory / "bin" / name).chmod(0o755)
     python = directory / ".venv/bin/python"
@@ -118,6 +121,33 @@ def test_slurm_script_of_the_repository_matches_deploy_output() -> None:
     file = Path("slurm/train.sbatch")
     (text,) = TARGETS["slurm"](Job(out=file)).values()
     assert text == (REPOSITORY / file).read_text(), f"hvdtrain deploy slurm --out {file}"
+
+
+def test_flux_script_starts_one_agent_per_node_and_is_resubmitted(written: Written) -> None:
+    script = written("flux", "--ranks", "2", "--module", "a")
+    script.write_text(script.read_text().replace("module load a", ""))
+    code, (words,) = call(script, "flux")
+    assert code == 0
+    assert words[:5] == ["flux", "run", "--nodes=2", "--exclusive", "-o"]
+    args = launched(words)
+    assert args.slots == 2 and not (args.hosts or args.hostfile or args.slurm)
+    assert args.config.train.steps == 30 and args.config.run.id == "7"
+    assert KEYS[-1] in words, "bash has read a key"
+    code, (_, again) = call(script, "flux", STUB_EXIT="75")
+    assert code == 75 and again == ["flux", "--parent", "batch", str(script)]
+    code, (words,) = call(script, "flux", STUB_EXIT="75", HVDTRAIN_RUN="f1", HVDTRAIN_RESTARTS="20")
+    assert code == 75 and launched(words).config.run.id == "f1"
+    code, calls = call(script, "flux", STUB_EXIT="2")
+    assert code == 2 and len(calls) == 1
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if t not in ("kubernetes", "trainjob")])
+def test_script_contains_only_what_was_asked_for(target: str, written: Written) -> None:
+    lines = written(target, *(HOSTS if target == "mpirun" else [])).read_text().splitlines()
+    directives = ("#SBATCH", "#PBS", "#BSUB", "#flux:", "# module")
+    assert not [line for line in lines if line.startswith(tuple(f"#{d}" for d in directives))]
+    assert not [line for line in lines if "NAME" in line or "edit" in line or "docs/" in line]
+    assert not any("module" in line for line in lines)
 
 
 @pytest.mark.parametrize("target", [*BATCH, "mpirun"])
@@ -196,10 +226,12 @@ def test_directives_match_the_requested_resources(written: Written) -> None:
         "pbs": "-N big -l select=4:ncpus=6:mpiprocs=2:ngpus=2 -l walltime=26:30:00 -q gpu",
         "lsf": '-J big -n 8 -R "span[ptile=2]" -R "affinity[core(3)]" -gpu "num=2" -W 26:30 '
         '-q gpu -Q "75"',
+        "flux": "--job-name=big --nodes=4 --exclusive --nslots=4 --cores-per-slot=6 "
+        "--gpus-per-slot=2 --queue=gpu --time-limit=95400s --signal=SIGUSR1@60s",
     }
     for target, words in expected.items():
         lines = written(target, *asked, "--grace", "60").read_text().splitlines()
-        marker = {"slurm": "#SBATCH ", "pbs": "#PBS ", "lsf": "#BSUB "}[target]
+        marker = {"slurm": "#SBATCH ", "pbs": "#PBS ", "lsf": "#BSUB ", "flux": "#flux: "}[target]
         given = " ".join(line.removeprefix(marker) for line in lines if line.startswith(marker))
         for word in words.replace(" -", "\n-").split("\n"):
             assert word in given, (target, word)
@@ -263,7 +295,7 @@ def test_compose_file_matches_the_repository_and_its_run_parses(
         ("slurm --time 00:02:00", "--time 00:02:00 leaves less than a minute before the 120 s"),
         ("slurm --queue a;b", "--queue: 'a;b' is not a name or path without spaces"),
         ("slurm -- --run.id a$b", "run.id: 'a$b' is not a name or path without spaces"),
-        ("slurm -- --train.step 3", "did you mean train.steps?"),
+        ("slurm -- --train.durations 3", "did you mean train.duration?"),
         ("kubernetes --min-nodes 3", "--min-nodes 3 is more than --nodes 2"),
         ("slurm --out /dev/null/x", "/dev/null/x cannot be written"),
     ],

@@ -1,4 +1,4 @@
-"""`hvdtrain deploy kubernetes`: built by kubectl, checked by schemas, and consistent."""
+"""`hvdtrain deploy kubernetes` and `trainjob`: built by kubectl, checked by schemas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.telemetry.config import TelemetryConfig
 from tests.support.kubernetes import Object, build, problems
 from tests.support.runs import REPOSITORY
 
-KEYS = ["--config", "gpt-nano", "--train.steps", "30", "--data.train", "$(HOME) it's.txt"]
+KEYS = ["--config", "gpt-nano", "--train.duration", "30", "--data.train", "$(HOME) it's.txt"]
 OPTIONS = "--name gpt --nodes 3 --ranks 2 --min-nodes 2 --storage-class nfs"
 
 
@@ -164,3 +164,38 @@ def test_job_requests_the_gpus_of_a_node(tmp_path: Path) -> None:
     (container,) = template(build(tmp_path))["spec"]["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
     assert container["image"] == "hvdtrain:cuda"
+
+
+@pytest.fixture(scope="module")
+def train_job(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
+    out = tmp_path_factory.mktemp("deploy") / "trainjob"
+    assert cli.main(["deploy", "trainjob", *OPTIONS.split(), f"--out={out}", "--", *KEYS]) == 0
+    return [*build(out), *build(out / "monitoring")]
+
+
+def test_train_job_conforms_to_the_schemas_of_kubeflow_trainer(train_job: list[Object]) -> None:
+    kinds = {found["kind"] for found in train_job}
+    assert {"TrainJob", "TrainingRuntime", "PersistentVolumeClaim", "PodMonitor"} <= kinds
+    assert list(chain.from_iterable(map(problems, train_job))) == []
+    broken = json.loads(json.dumps(one(train_job, "TrainJob")))
+    broken["spec"]["trainer"]["nodes"] = 3
+    assert list(problems(broken))
+
+
+def test_train_job_runs_the_pods_of_the_kubernetes_job(
+    objects: list[Object], train_job: list[Object]
+) -> None:
+    runtime, own = one(train_job, "TrainingRuntime"), one(train_job, "TrainJob")["spec"]
+    assert own["runtimeRef"] == {
+        "apiGroup": runtime["apiVersion"].partition("/")[0],
+        "kind": "TrainingRuntime",
+        "name": runtime["metadata"]["name"],
+    }
+    (nodes,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    # What Kubeflow Trainer requires of the job that it sizes: this label, name and container.
+    label = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert (nodes["name"], nodes["replicas"]) == ("node", 1)
+    assert nodes["template"]["metadata"]["labels"] == label
+    job = one(objects, "Job")
+    counts = dict.fromkeys(("completions", "parallelism"), own["trainer"]["numNodes"])
+    assert nodes["template"]["spec"] | counts == job["spec"]

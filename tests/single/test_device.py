@@ -1,14 +1,17 @@
-"""Choice of a rank's GPU. CUDA is simulated: the GPUs that a rank sees are given as UUIDs."""
+"""Choice of a rank's GPU, and seeds. CUDA is simulated: a rank's GPUs are given as UUIDs."""
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from hvdtrain.errors import UserError
 from hvdtrain.runtime import device
+from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.mesh import Topology
 
 ALL = ["a", "b"]
@@ -72,3 +75,19 @@ def test_rank_without_a_gpu_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_horovod_without_gpu_support_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     visible = [ALL, ALL, ["c", "d"], ["c", "d"]]
     assert _choose(monkeypatch, 0, visible, built=False) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("key", [(1234, 3, 0, 3), (0, 0, 0), (2**40 + 7, 5, 1)])
+def test_random_numbers_of_a_micro_batch_are_those_of_earlier_versions(
+    key: tuple[int, ...],
+) -> None:
+    seed_all(*key)
+    drawn = (torch.rand(1).item(), np.random.rand(), random.random())
+    first, second = map(int, np.random.SeedSequence(key).generate_state(2, dtype=np.uint32))
+    seed = first << 31 ^ second
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(seed)).item()
+    assert drawn == (
+        expected,
+        np.random.RandomState(first).rand(),
+        random.Random(seed).random(),
+    )

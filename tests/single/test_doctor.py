@@ -61,7 +61,7 @@ def test_healthy_host_has_no_findings(facts: dict[str, Any]) -> None:
          "its clock is throttled (hw_thermal_slowdown)"),
         ({"gpus": [GPU | {"pcie.link.width.current": "4"}]}, "gpu", "4 of 16 lanes"),
         ({"gpus": [{"failed": "No devices were found"}]}, "gpu", "No devices were found"),
-        ({"gpus": [GPU], "libraries": LIBRARIES | {"gpus": 1}}, "gpu", "2 ranks for 1 GPUs"),
+        ({"gpus": [GPU], "libraries": LIBRARIES | {"gpus": 1}}, "gpu", "2 ranks for 1 GPU"),
         ({"libraries": LIBRARIES | {"warning": "The NVIDIA driver on your system is too old"}},
          "gpu", "driver on your system is too old"),
         ({"libraries": {"failed": "undefined symbol: _ZN2at"}}, "horovod", "undefined symbol"),

@@ -54,7 +54,7 @@ def test_diverged_run_is_explained(tmp_path: Path) -> None:
 def test_run_killed_from_outside_is_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = runs.start(tmp_path / "output", _flags(tmp_path, "Slow", "--train.steps", "1000"))
+    job = runs.start(tmp_path / "output", _flags(tmp_path, "Slow", "--train.duration", "1000"))
     metrics = tmp_path / "case" / "metrics.jsonl"
     poll(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 60, "steps")
     job.kill()
@@ -189,8 +189,11 @@ def test_bottleneck_of_a_run_is_named(finished: Path, phase: str, check: str, ke
     assert key in finding.fix and finding.severity == "warning"
 
 
-def test_unexplained_failure_is_reported_with_its_last_error(finished: Path) -> None:
-    _ended(finished, 2)
+@pytest.mark.parametrize("code", [2, None])
+def test_unexplained_failure_is_reported_with_its_last_error(
+    finished: Path, code: int | None
+) -> None:
+    _ended(finished, code)
     _log(finished, 0, "ValueError: the task's own")
     findings, _ = diagnose(finished)
     assert findings[0].check == "error" and "the task's own" in findings[0].what

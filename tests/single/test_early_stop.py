@@ -18,7 +18,14 @@ from tests.support.job import Finished
 from tests.support.runs import metrics, run
 
 COMMON = [
-    *("--task", "tests.support.tasks:Overfitted", "--telemetry.port", "0", "--train.steps", "200"),
+    *(
+        "--task",
+        "tests.support.tasks:Overfitted",
+        "--telemetry.port",
+        "0",
+        "--train.duration",
+        "200",
+    ),
     *("--schedule.warmup_steps", "0", "--optim.lr", "0.02", "--optim.weight_decay", "0"),
     *("--eval.every", "5", "--train.patience", "3", "--checkpoint.keep_best", "true"),
     *("--checkpoint.every", "5", "--checkpoint.keep", "1"),
@@ -102,7 +109,9 @@ def test_early_stopping_works_on_two_ranks_and_after_a_resume(
     assert metrics(tmp_path / "two")[-1]["step"] == last
 
     # Interrupted between the lowest loss and the stop: the count is in the checkpoint.
-    half = _run(tmp_path, "half", "--train.steps", str(lowest + 5), "--schedule.name", "constant")
+    half = _run(
+        tmp_path, "half", "--train.duration", str(lowest + 5), "--schedule.name", "constant"
+    )
     assert half.returncode == 0, half
     again = _run(tmp_path, "half", "--schedule.name", "constant")
     assert again.returncode == 0, again

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def _run_script(directory: Path, env: dict[str, str]) -> Finished:
-    keys = [*TINY, "--train.steps", "3", "--run.root", str(directory), "--run.id", "case"]
+    keys = [*TINY, "--train.duration", "3", "--run.root", str(directory), "--run.id", "case"]
     script = directory / "script.sh"
     script.write_text(f"exec {shlex.join([*forked_train(2), *keys])}\n")
     (directory / "hosts").write_text("localhost:2\n")

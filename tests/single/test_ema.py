@@ -88,7 +88,7 @@ def test_foreign_averages_and_invalid_ema_options_are_rejected() -> None:
         parse(["--optim.ema_decay", "0.9", "--exchange.sync_every", "4"])
 
 
-FLAGS = ["--train.steps", "12", "--eval.every", "4", "--checkpoint.every", "6"]
+FLAGS = ["--train.duration", "12", "--eval.every", "4", "--checkpoint.every", "6"]
 FLAGS += ["--optim.ema_decay", "0.8"]
 
 
@@ -140,7 +140,7 @@ def test_exported_averages_match_the_evaluated_ones(
     hugging = ["ckpt", "export", str(root / "whole"), "--ema", "--format", "huggingface"]
     assert cli.main([*hugging, "--out", str(root / "theirs")]) == 0
     # Evaluated again, by a run that does not change them.
-    still = ["--train.steps", "1", "--eval.every", "1", "--optim.lr", "1e-12"]
+    still = ["--train.duration", "1", "--eval.every", "1", "--optim.lr", "1e-12"]
     directory = train(root, "still", [*still, "--run.init_from", str(out)])
     expected = metrics(root / "whole")[-1]["ema_validation_loss"]
     assert metrics(directory)[-1]["validation_loss"] == pytest.approx(expected, rel=1e-6)

@@ -243,7 +243,7 @@ def test_process_that_would_train_alone_ends_unless_standalone(tmp_path: Path) -
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done
     assert "hvdtrain: error: WORLD_SIZE=4 in the environment" in done.stderr
     assert not (tmp_path / "runs").exists()
-    alone = ["--train.steps", "2", "--run.root", str(tmp_path), "--run.id", "alone"]
+    alone = ["--train.duration", "2", "--run.root", str(tmp_path), "--run.id", "alone"]
     done = run(tmp_path, [*TINY, *alone, "--runtime.standalone", "true"], env=others)
     assert done.returncode == 0 and len(losses(tmp_path / "alone")) == 2, done
 

@@ -12,7 +12,7 @@ from hvdtrain.engine.callbacks.evaluate import evaluating
 from tests.support.runs import metrics, run, weights
 
 FLAGS = (
-    "--batch.global_size 8 --batch.micro_size 2 --telemetry.port 0 --train.steps 6"
+    "--batch.global_size 8 --batch.micro_size 2 --telemetry.port 0 --train.duration 6"
     " --checkpoint.every 6 --eval.batches 2"
 )
 

@@ -21,7 +21,7 @@ STEPS = 30
 EXACT = ["--exchange.name", "exact", "--runtime.threads", "1"]
 FLAGS = [
     *EXACT,
-    *("--train.steps", str(STEPS), "--checkpoint.every", "10", "--model.dropout", "0.1"),
+    *("--train.duration", str(STEPS), "--checkpoint.every", "10", "--model.dropout", "0.1"),
     *("--eval.every", "10", "--eval.batches", "2"),
 ]
 
@@ -88,7 +88,7 @@ def test_audit_same_names_the_first_step_that_differs(
 
 
 def test_statistics_weights_and_skipped_steps_do_not_depend_on_ranks(tmp_path: Path) -> None:
-    task = "--task tests.support.unusual:WeightedAndPoisoned --train.steps 32 --eval.every 16"
+    task = "--task tests.support.unusual:WeightedAndPoisoned --train.duration 32 --eval.every 16"
     batch = "--batch.global_size 8 --batch.micro_size 2 --telemetry.port 0"
     for name, launcher in (("alone", ""), ("three", "gloo:3")):
         where = ["--run.root", str(tmp_path), "--run.id", name]

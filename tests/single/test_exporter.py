@@ -159,7 +159,7 @@ def test_exporter_secrets_stay_out_of_logs_and_run_files(
     secret.write_text("prometheus:open-sesame\n")
     flags = ["--telemetry.port", str(port), "--telemetry.auth_file", str(secret)]
     flags += ["--telemetry.tls_cert_file", certificate[0]]
-    flags += ["--telemetry.tls_key_file", certificate[1], "--train.steps", "2"]
+    flags += ["--telemetry.tls_key_file", certificate[1], "--train.duration", "2"]
     directory = runs.train(tmp_path, "run", flags)
     key = Path(certificate[1]).read_text().splitlines()[1]
     files = [path for path in directory.rglob("*") if path.is_file()]

@@ -120,9 +120,9 @@ def test_run_resumes_with_its_per_rank_state(tmp_path: Path) -> None:
         *("--checkpoint.every", "3", "--telemetry.port", "0", "--eval.every", "0"),
     ]
     directory = tmp_path / "case"
-    done = run(tmp_path / "output", [*argv, "--train.steps", "8"], "gloo:3")
+    done = run(tmp_path / "output", [*argv, "--train.duration", "8"], "gloo:3")
     assert done.returncode == 0, done
     assert _counted(directory, 6) == [6] * 3 and _counted(directory, 8) == [8] * 3
-    done = run(tmp_path / "output", [*argv, "--train.steps", "10"], "mpirun:2")
+    done = run(tmp_path / "output", [*argv, "--train.duration", "10"], "mpirun:2")
     assert done.returncode == 0, done
     assert _counted(directory, 10) == [18, 10]

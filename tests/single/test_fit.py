@@ -1,4 +1,4 @@
-"""memory.fit: the largest micro-batch that fits, and when it cannot be found."""
+"""batch.micro_size auto: the largest micro-batch that fits, and when it cannot be found."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_size_that_ran_out_of_memory_is_not_chosen() -> None:
 
 @pytest.mark.parametrize("launcher", ["", "gloo:2"])
 def test_fitting_keeps_the_curve_and_ranks_agree_on_the_size(tmp_path: Path, launcher: str) -> None:
-    common = [*TINY, "--train.steps", "4", "--batch.global_size", "12", "--model.dropout", "0.1"]
+    common = [*TINY, "--train.duration", "4", "--batch.global_size", "12", "--model.dropout", "0.1"]
     common += ["--run.root", str(tmp_path), "--telemetry.peak_flops", "1e12"]
-    fit = ["--batch.micro_size", "1", "--memory.fit", "true"]
+    fit = ["--batch.micro_size", "1", "--batch.micro_size", "auto"]
     found = run(tmp_path / "o", [*common, "--run.id", "fit", *fit], launcher)
     assert found.returncode == 0, found
     size = 6 if launcher else 12  # there is memory for all sizes: each rank has one micro-batch
-    assert found.stderr.count(f"memory.fit: batch.micro_size {size}\n") == 1, found
+    assert found.stderr.count(f"batch.micro_size auto: {size}\n") == 1, found
     sized = ["--run.id", "sized", "--batch.micro_size", str(size)]
     assert run(tmp_path / "o", [*common, *sized], launcher).returncode == 0
     assert losses(tmp_path / "fit") == losses(tmp_path / "sized")
@@ -68,17 +68,21 @@ def test_fitting_keeps_the_curve_and_ranks_agree_on_the_size(tmp_path: Path, lau
 @pytest.mark.parametrize(
     ("task", "code", "message"),
     [
-        ("LargeBeyondFour", 0, "memory.fit: batch.micro_size 4\n"),
-        ("Large", 2, "error: memory.fit: not even one sample fits into memory. Try, in this order"),
-        ("Streamed", 2, "error: memory.fit reads samples before training"),
+        ("LargeBeyondFour", 0, "batch.micro_size auto: 4\n"),
+        (
+            "Large",
+            2,
+            "error: batch.micro_size auto: not even one sample fits into memory. Try, in",
+        ),
+        ("Streamed", 2, "error: batch.micro_size auto reads samples before training"),
     ],
 )
 def test_fit_finds_a_size_or_reports_why_it_cannot(
     tmp_path: Path, task: str, code: int, message: str
 ) -> None:
     module = "unusual" if task == "Streamed" else "tasks"
-    flags = ["--task", f"tests.support.{module}:{task}", "--memory.fit", "true"]
-    flags += ["--run.root", str(tmp_path), "--train.steps", "2", "--telemetry.port", "0"]
+    flags = ["--task", f"tests.support.{module}:{task}", "--batch.micro_size", "auto"]
+    flags += ["--run.root", str(tmp_path), "--train.duration", "2", "--telemetry.port", "0"]
     done = run(tmp_path / "o", flags)
     assert done.returncode == code and message in done.stderr, done
     assert "Traceback" not in done.stderr
@@ -89,11 +93,11 @@ def test_fit_finds_a_size_or_reports_why_it_cannot(
     [
         (
             "--exchange.name exact --runtime.threads 1",
-            "fit excludes exchange.name exact: results would depend",
+            "auto excludes exchange.name exact: results would depend",
         ),
-        ("--batch.max_tokens 99", "fit finds batch.micro_size, which batch.max_tokens replaces"),
+        ("--batch.max_tokens 99", "batch.max_tokens replaces batch.micro_size"),
     ],
 )
 def test_fit_rejects_conflicting_options(flags: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        parse([*flags.split(), "--memory.fit", "true"])
+        parse([*flags.split(), "--batch.micro_size", "auto"])

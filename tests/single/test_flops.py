@@ -129,7 +129,7 @@ def test_gpu_readings_use_base_units_and_tolerate_missing_sensors(
 
 
 def test_metrics_include_mfu(tmp_path: Path) -> None:
-    flags = "--task tests.support.tasks:Regression --train.steps 3 --telemetry.port 0"
+    flags = "--task tests.support.tasks:Regression --train.duration 3 --telemetry.port 0"
     flags += f" --telemetry.peak_flops 1e6 --run.root {tmp_path} --run.id mfu"
     done = run(tmp_path / "output", flags.split())
     assert done.returncode == 0, done

@@ -33,7 +33,7 @@ def old(tmp_path: Path) -> Path:
 def test_old_checkpoint_resumes_with_the_same_curve(tmp_path: Path, old: Path) -> None:
     checkpoint = old / f"checkpoints/step_{SAVED:08}"
     where = ["--run.root", str(tmp_path), "--run.id", "new", "--run.resume", str(checkpoint)]
-    done = run(tmp_path / "output", [*FLAGS.split(), *where, "--train.steps", str(STEPS)])
+    done = run(tmp_path / "output", [*FLAGS.split(), *where, "--train.duration", str(STEPS)])
     assert done.returncode == 0, done
     before = [line for line in metrics(old) if line["step"] > SAVED]
     after = metrics(tmp_path / "new")
@@ -45,7 +45,7 @@ def test_old_checkpoint_resumes_with_the_same_curve(tmp_path: Path, old: Path) -
 
 def test_old_run_can_be_resumed_audited_and_reported(tmp_path: Path, old: Path) -> None:
     where = ["--run.root", str(old.parent), "--run.id", old.name]
-    done = run(tmp_path / "output", [*FLAGS.split(), *where, "--train.steps", str(STEPS + 3)])
+    done = run(tmp_path / "output", [*FLAGS.split(), *where, "--train.duration", str(STEPS + 3)])
     assert done.returncode == 0 and "resumed from the checkpoint of step 12" in done.stderr, done
     assert [line["step"] for line in metrics(old)] == list(range(1, STEPS + 4))
     for command in (["audit", str(old)], ["report", str(old), "--format", "json"]):

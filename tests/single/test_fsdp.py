@@ -54,7 +54,7 @@ def test_zero_3_gathers_one_block_at_a_time_and_zero_2_gathers_once() -> None:
 
 
 def test_offload_without_a_gpu_is_refused() -> None:
-    config = parse(["--parallel.shard=2", "--parallel.offload=cpu"]).config
+    config = parse(["--parallel.shard.degree=2", "--parallel.shard.offload=cpu"]).config
     task: Any = SimpleNamespace()
     strategy = Spanning(config, elastic=False)
     strategy.use(cast(Any, SimpleNamespace(axes=SimpleNamespace(device_type="cpu"))))

@@ -32,7 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     text = root / "text"
     text.write_text("the quick brown fox jumps over the lazy dog, and it yawns. " * 300)
-    flags = ["--train.steps", "100", "--checkpoint.every", "50", "--data.train", str(text)]
+    flags = ["--train.duration", "100", "--checkpoint.every", "50", "--data.train", str(text)]
     directory = train(root, "whole", flags)
     text.unlink()
     return directory
@@ -101,7 +101,7 @@ def test_generate_rejects_run_of_non_language_model_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = ["--task", "tests.support.tasks:Regression", "--telemetry.port", "0"]
-    where = ["--run.root", str(tmp_path), "--run.id", "a", "--train.steps", "1"]
+    where = ["--run.root", str(tmp_path), "--run.id", "a", "--train.duration", "1"]
     assert run(tmp_path, [*task, *where]).returncode == 0
     assert cli.main(["generate", str(tmp_path / "a"), "--prompt", "a"]) == 2
     assert "has the task tests.support.tasks:Regression; text" in capsys.readouterr().err

@@ -453,6 +453,15 @@ def test_check_reports_failed_launchers(
     assert said[2] == "mpirun -np 2: FAILED: exit code 1: ValueError: no such device"
 
 
+def test_horovodrun_prints_lines_of_rank_0_without_a_prefix() -> None:
+    if not recipe.is_ours():
+        pytest.skip("Horovod is not the one of `hvdtrain horovod build`")
+    script = "import os; print('rank', os.environ['HOROVOD_RANK'])"
+    argv = horovodrun(2, [sys.executable, "-c", script])
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert sorted(done.stdout.splitlines()) == ["[1]<stdout>:rank 1", "rank 0"], done
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "last_words"),
     [

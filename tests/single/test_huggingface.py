@@ -35,7 +35,7 @@ EXPORT = [sys.executable, "-m", "hvdtrain.cli", "ckpt", "export"]
 def test_transformers_reproduces_logits_of_exported_model(tmp_path: Path, flags: list[str]) -> None:
     import transformers  # takes seconds
 
-    directory = train(tmp_path, "case", ["--train.steps", "3", "--optim.lr", "0.05", *flags])
+    directory = train(tmp_path, "case", ["--train.duration", "3", "--optim.lr", "0.05", *flags])
     out = tmp_path / "exported"
     done = subprocess.run(
         [*EXPORT, str(directory), "--out", str(out), "--format", "huggingface"],

@@ -32,7 +32,7 @@ from tests.support.transformer_directories import (
 
 STEPS, GLOBAL, MICRO, CONTEXT, LR, SEED = 8, 12, 2, 24, 2e-3, 1234
 COMMON = (
-    f"--batch.global_size {GLOBAL} --batch.micro_size {MICRO} --train.steps {STEPS}"
+    f"--batch.global_size {GLOBAL} --batch.micro_size {MICRO} --train.duration {STEPS}"
     f" --optim.lr {LR} --schedule.name constant --schedule.warmup_steps 0"
     " --checkpoint.every 4 --eval.every 4 --telemetry.port 0"
 )

@@ -14,11 +14,11 @@ from tests.support.runs import losses, metrics, run
 # rounding differences of the sums by about five.
 CURVE = (
     "--task image --image.mixup 0.2 --image.label_smoothing 0.1 --batch.global_size 48"
-    " --batch.micro_size 8 --train.steps 6 --eval.every 6 --telemetry.port 0"
+    " --batch.micro_size 8 --train.duration 6 --eval.every 6 --telemetry.port 0"
 )
 DIRECTORY = (
     "--task image --image.model resnet8 --image.size 16 --batch.global_size 8"
-    " --batch.micro_size 4 --train.steps 12 --telemetry.port 0"
+    " --batch.micro_size 4 --train.duration 12 --telemetry.port 0"
 )
 
 
@@ -29,7 +29,7 @@ def _train(root: Path, name: str, flags: str, launcher: str = "") -> Finished:
 
 @pytest.mark.soak
 def test_digits_preset_reaches_97_percent_accuracy(tmp_path: Path) -> None:
-    flags = "--config digits --train.steps 200 --telemetry.port 0"
+    flags = "--config digits --train.duration 200 --telemetry.port 0"
     done = _train(tmp_path, "digits", flags)
     assert done.returncode == 0 and " seen as " in done.stdout, done
     assert metrics(tmp_path / "digits")[-1]["validation_top1"] > 0.97
@@ -48,16 +48,16 @@ def test_augmentation_and_batchnorm_are_independent_of_world_size(tmp_path: Path
 
 def test_image_directory_is_learned(tmp_path: Path) -> None:
     directory = draw(tmp_path / "pictures", 10)
-    done = _train(tmp_path, "directory", f"{DIRECTORY} --image.data {directory}")
+    done = _train(tmp_path, "directory", f"{DIRECTORY} --data.train {directory}")
     assert done.returncode == 0, done
     assert losses(tmp_path / "directory")[-1] < 0.5 * losses(tmp_path / "directory")[0]
 
 
 def test_broken_image_is_named_and_run_resumes_after_repair(tmp_path: Path) -> None:
     broken = cut_off(draw(tmp_path / "pictures", 10) / "red" / "003.jpg")
-    done = _train(tmp_path, "broken", f"{DIRECTORY} --image.data {broken.parents[1]}", "mpirun:2")
+    done = _train(tmp_path, "broken", f"{DIRECTORY} --data.train {broken.parents[1]}", "mpirun:2")
     assert done.returncode == 2, done
     assert f"image {broken} cannot be read (" in done.stderr and "Traceback" not in done.stderr
     broken.write_bytes(broken.with_name("005.jpg").read_bytes())
-    again = _train(tmp_path, "broken", f"{DIRECTORY} --image.data {broken.parents[1]}", "mpirun:2")
+    again = _train(tmp_path, "broken", f"{DIRECTORY} --data.train {broken.parents[1]}", "mpirun:2")
     assert again.returncode == 0 and metrics(tmp_path / "broken")[-1]["step"] == 12, again

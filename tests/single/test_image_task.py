@@ -134,10 +134,10 @@ def test_image_directory_splits_are_complete_and_disjoint(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("missing", "image.data: .*/missing: No such file or directory"),
-        ("a file", "image.data: .*/a file: Not a directory"),
-        ("no classes", "image.data: .*/no classes has no class directories; .*/CLASS/"),
-        ("empty class", r"image.data: class directory .*/empty class/cat has no image \(\*.jpg"),
+        ("missing", "data.train: .*/missing: No such file or directory"),
+        ("a file", "data.train: .*/a file: Not a directory"),
+        ("no classes", "data.train: .*/no classes has no class directories; .*/CLASS/"),
+        ("empty class", r"data.train: class directory .*/empty class/cat has no image \(\*.jpg"),
         ("one each", "too few images to split off validation data"),
     ],
 )

@@ -189,17 +189,17 @@ def test_init_from_rejects_corrupted_weights(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_ranks_start_from_initial_weights_and_resume_ignores_them(tmp_path: Path) -> None:
-    first = train(tmp_path, "first", ["--train.steps", "20", "--optim.lr", "0.01"])
+    first = train(tmp_path, "first", ["--train.duration", "20", "--optim.lr", "0.01"])
     exported = tmp_path / "exported"
     assert cli.main(["ckpt", "export", str(first), "--out", str(exported)]) == 0
     curves = []
     for name, source, launcher in (("one", first, ""), ("two", exported, "gloo:2")):
-        flags = ["--train.steps", "6", "--run.init_from", str(source), "--checkpoint.every", "3"]
+        flags = ["--train.duration", "6", "--run.init_from", str(source), "--checkpoint.every", "3"]
         directory = train(tmp_path, name, flags, launcher)
         curves.append([line["loss"] for line in metrics(directory)])
     torch.testing.assert_close(curves[0], curves[1], rtol=1e-5, atol=0)
     assert curves[0][0] < metrics(first)[0]["loss"] - 0.5, "it began with fresh weights"
-    again = ["--train.steps", "8", "--run.init_from", "/not/there"]
+    again = ["--train.duration", "8", "--run.init_from", "/not/there"]
     directory = train(tmp_path, "one", again)
     assert [line["step"] for line in metrics(directory)] == list(range(1, 9))
     where = ["--run.root", str(tmp_path), "--run.id", "new"]

@@ -62,7 +62,7 @@ def _assert_loads(path: Path, expected: GPT) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    flags = ["--train.steps", "2", "--checkpoint.every", "2", "--model.layers", "2"]
+    flags = ["--train.duration", "2", "--checkpoint.every", "2", "--model.layers", "2"]
     return train(tmp_path_factory.mktemp("runs"), "run", flags)
 
 

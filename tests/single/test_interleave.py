@@ -138,7 +138,7 @@ def test_interleaved_run_is_bitwise_identical_to_plain_run(
     tmp_path: Path, launcher: str, open_graphs: list[int]
 ) -> None:
     flags = ["--task", "tests.support.open_graphs:OpenGraphs", "--model.layers", "3"]
-    flags += ["--train.steps", "8", "--checkpoint.every", "8", "--model.dropout", "0.1"]
+    flags += ["--train.duration", "8", "--checkpoint.every", "8", "--model.dropout", "0.1"]
     plain = train(tmp_path, "plain", flags, launcher)
     interleaved = train(tmp_path, "interleaved", [*flags, "--batch.interleave", "3"], launcher)
     assert losses(interleaved) == losses(plain)
@@ -155,8 +155,8 @@ def test_interleave_rejects_unsupported_models_and_options(tmp_path: Path) -> No
         _interleaved(nn.Linear(2, 2))
     said = {
         ("--task", "image"): "excludes BatchNorm",
-        ("--compile.enabled", "true"): "excludes compile.enabled",
-        ("--memory.fit", "true"): "excludes memory.fit",
+        ("--compile", "true"): "excludes compile",
+        ("--batch.micro_size", "auto"): "excludes batch.micro_size auto",
         ("--parallel.tensor", "2"): "parallel.tensor 2 excludes batch.interleave 2",
     }
     for flags, words in said.items():

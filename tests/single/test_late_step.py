@@ -93,7 +93,7 @@ class _Rank:
             context,
             agreement=self.agreement,
         )
-        train = TrainConfig(steps=10)
+        train = TrainConfig(duration=10)
         plan = TrainingPlan(
             train, batch, lambda s: 0.1 / (s + 1), lambda s: batch.global_size, 1000
         )

@@ -24,7 +24,7 @@ from tests.support.job import Job, poll
 from tests.support.runs import metrics
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
-TRAIN = ["--task", "tests.support.tasks:Paced", "--train.steps", "400", "--telemetry.port", "0"]
+TRAIN = ["--task", "tests.support.tasks:Paced", "--train.duration", "400", "--telemetry.port", "0"]
 SECONDS = 90
 
 
@@ -149,7 +149,7 @@ def _drivers(run: LocalRun) -> list[psutil.Process]:
 @pytest.mark.slow
 def test_task_exits_with_the_code_of_the_run_although_its_driver_is_killed(tmp_path: Path) -> None:
     run = LocalRun(tmp_path)
-    run.start("--train.steps", "250")
+    run.start("--train.duration", "250")
     try:
         run.wait_for_steps(3)
         (first,) = _drivers(run)

@@ -11,7 +11,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.supervise import supervisor
 
-KEYS = ["--run.id", "mine", "--train.steps", "7"]
+KEYS = ["--run.id", "mine", "--train.duration", "7"]
 MODULE = [sys.executable, "-m", "hvdtrain.train"]
 HERE = Path(sys.executable).parent
 
@@ -105,7 +105,7 @@ def test_launch_rejects_python_of_another_environment(
 def test_launch_validates_keys_before_starting_ranks(
     planned: list[supervisor.SupervisedRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--run.id", "mine", "--train.step", "7"]
+    flags = ["--run.id", "mine", "--train.durations", "7"]
     assert cli.main(["launch", "--hosts", "a:2", "--", *MODULE, *flags]) == 2
-    assert "did you mean train.steps?" in capsys.readouterr().err
+    assert "did you mean train.duration?" in capsys.readouterr().err
     assert not planned

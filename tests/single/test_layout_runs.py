@@ -11,6 +11,7 @@ import pytest
 
 from hvdtrain import cli
 from hvdtrain.run_files.events_file import read_lines
+from hvdtrain.runtime.mesh import key_of_degree
 from tests.support.runs import TINY, metrics, run, train
 
 pytestmark = pytest.mark.slow
@@ -20,14 +21,14 @@ LAG = 0.5  # seconds per micro-batch, longer than on a busy machine
 FLAGS = [
     *TINY,
     *("--model.layers", "2", "--batch.micro_size", "4"),
-    *("--train.steps", str(STEPS), "--train.log_every", "1", "--checkpoint.every", "0"),
+    *("--train.duration", str(STEPS), "--train.log_every", "1", "--checkpoint.every", "0"),
     *("--telemetry.exchange_every", str(EVERY), "--train.replica_check_every", "4"),
 ]
 
 
 def _run(root: Path, axes: dict[str, int], ranks: int, slow: int) -> tuple[Path, str]:
     """Run with one slow rank; return (its directory, its output)."""
-    flags = [word for axis, size in axes.items() for word in (f"--parallel.{axis}", str(size))]
+    flags = [f"--{key_of_degree(axis)}={size}" for axis, size in axes.items()]
     where = ["--run.root", str(root), "--run.id", "run"]
     flags += ["--task", "tests.support.disturbed:SlowToCompute"]
     env = {"HVDTRAIN_TEST_SLOW": f"{slow}:{LAG}"}
@@ -109,13 +110,13 @@ def test_report_shows_layout(
         assert rank["parameter_bytes"] and rank["peak_host_memory_bytes"]
     assert cli.main(["report", str(directory)]) == 0
     page = (directory / "report.html").read_text()
-    for part in ("data 2 x pipeline 2", "Pipeline bubble", "replica 1 on ", "Shards of the model"):
+    for part in ("data 2 x pipeline 2", "pipeline bubble", "replica 1 on ", "Shards of the model"):
         assert part in page, part
 
 
 def test_state_hash_is_independent_of_layout(tmp_path: Path) -> None:
     """A pipeline is bitwise identical to one rank if nothing is tied or clipped."""
-    flags = ["--model.tied_embeddings", "false", "--optim.clip_norm", "0", "--train.steps", "4"]
+    flags = ["--model.tied_embeddings", "false", "--optim.clip_norm", "0", "--train.duration", "4"]
     flags += ["--model.layers", "2", "--train.replica_check_every", "2"]
     one = train(tmp_path, "one", flags)
     parts = train(tmp_path, "parts", [*flags, "--parallel.pipeline", "2"], "mpirun:2")

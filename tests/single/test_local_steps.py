@@ -14,7 +14,7 @@ from tests.support.runs import TINY, losses, metrics, run, train, weights
 STEPS, SAVED = 100, 56
 LOCAL = ["--exchange.sync_every", "8"]
 DILOCO = [*LOCAL, "--exchange.outer", "nesterov"]
-FLAGS = ["--train.steps", str(STEPS), "--checkpoint.every", "50", "--checkpoint.keep", "9"]
+FLAGS = ["--train.duration", str(STEPS), "--checkpoint.every", "50", "--checkpoint.keep", "9"]
 CHECKPOINT = f"checkpoints/step_{SAVED:08}"
 
 
@@ -67,7 +67,7 @@ def test_stop_between_synchronizations_saves_consistent_checkpoint(
     root: Path,
 ) -> None:
     flags = [*TINY, *FLAGS, *DILOCO, "--task", "tests.support.tasks:Signalled"]
-    flags += ["--run.root", str(root), "--run.id", "stopped", "--train.steps", "20"]
+    flags += ["--run.root", str(root), "--run.id", "stopped", "--train.duration", "20"]
     # In the first micro-batch of step 11, with 2 per step.
     signal = {"HVDTRAIN_TEST_SIGNAL": "SIGUSR1:21"}
     done = run(root / "output", flags, "gloo:2", signal)

@@ -103,18 +103,18 @@ def test_run_without_its_directory_resumes_bitwise_from_the_mirror(
     server: S3Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mirror = ["--checkpoint.mirror", f"s3://{BUCKET}/whole"]
-    first = train(tmp_path, "run", [*EXACT, *mirror, "--train.steps", "4"])
+    first = train(tmp_path, "run", [*EXACT, *mirror, "--train.duration", "4"])
     assert [n for n in server.objects("whole/") if n.endswith("/complete")] == [
         f"whole/step_{step:08}/complete" for step in (2, 4)
     ]
     shutil.rmtree(first)
-    where = ["--run.root", str(tmp_path), "--run.id", "run", "--train.steps", "8"]
+    where = ["--run.root", str(tmp_path), "--run.id", "run", "--train.duration", "8"]
     done = run(tmp_path / "output", [*TINY, *where, *EXACT, *mirror], "mpirun:2")
     assert done.returncode == 0, done
     assert f"restored the checkpoint of step 4 and the run's records from {mirror[1]}" in (
         done.stderr + done.stdout
     )
-    plain = train(tmp_path, "plain", [*EXACT, "--train.steps", "8"])
+    plain = train(tmp_path, "plain", [*EXACT, "--train.duration", "8"])
     assert [line["step"] for line in metrics(first)] == list(range(1, 9))
     assert losses(first) == losses(plain)
     assert weights(first, 8) == weights(plain, 8)
@@ -132,12 +132,12 @@ def test_run_without_its_directory_resumes_bitwise_from_the_mirror(
 
 @pytest.mark.soak
 def test_files_of_all_ranks_are_mirrored_and_restored(server: S3Server, tmp_path: Path) -> None:
-    zero = [*FLAGS, "--parallel.zero", "1"]
+    zero = [*FLAGS, "--parallel.shard.stage", "1"]
     mirror = ["--checkpoint.mirror", f"s3://{BUCKET}/zero"]
-    train(tmp_path, "run", [*zero, *mirror, "--train.steps", "4"], "mpirun:2")
+    train(tmp_path, "run", [*zero, *mirror, "--train.duration", "4"], "mpirun:2")
     shutil.rmtree(tmp_path / "run")
-    again = train(tmp_path, "run", [*zero, *mirror, "--train.steps", "6"], "mpirun:2")
-    plain = train(tmp_path, "plain", [*zero, "--train.steps", "6"], "mpirun:2")
+    again = train(tmp_path, "run", [*zero, *mirror, "--train.duration", "6"], "mpirun:2")
+    plain = train(tmp_path, "plain", [*zero, "--train.duration", "6"], "mpirun:2")
     assert losses(again) == losses(plain)
     assert weights(again, 6, files=3) == weights(plain, 6, files=3)
 

@@ -25,7 +25,7 @@ STEPS, GLOBAL = 12, 8
 TINY = [
     *("--model.layers", "1", "--model.width", "32", "--model.heads", "2", "--model.context", "32"),
     *("--batch.global_size", str(GLOBAL), "--batch.micro_size", "2", "--eval.every", "6"),
-    *("--telemetry.port", "0", "--train.steps", str(STEPS)),
+    *("--telemetry.port", "0", "--train.duration", str(STEPS)),
     *("--loader.order", "sequential", "--loader.shuffle_buffer", "32"),
     *("--exchange.name", "exact", "--runtime.threads", "1", "--checkpoint.every", "4"),
 ]

@@ -41,7 +41,7 @@ def test_nonfinite_step_is_skipped_without_changing_state(tmp_path: Path) -> Non
 
 
 def test_persistent_nonfinite_loss_exits_with_3(tmp_path: Path) -> None:
-    done = _run(tmp_path, "3-", "--train.max_nonfinite", "4", "--train.steps", "50")
+    done = _run(tmp_path, "3-", "--train.max_nonfinite", "4", "--train.duration", "50")
     assert done.returncode == 3, done
     message = done.stderr.strip().splitlines()[-1]
     assert "4 steps in a row, up to step 6" in message and "train.max_nonfinite" in message
@@ -50,7 +50,7 @@ def test_persistent_nonfinite_loss_exits_with_3(tmp_path: Path) -> None:
 
 
 def test_persistent_nonfinite_loss_ends_run_despite_loss_scale(tmp_path: Path) -> None:
-    flags = "--precision.name fp16 --train.max_nonfinite 4 --train.steps 50"
+    flags = "--precision.name fp16 --train.max_nonfinite 4 --train.duration 50"
     done = _run(tmp_path, "3-", *flags.split())
     assert done.returncode == 3, done
     # The first two steps always overflow. One is tolerated, 16 reduce the scale from 65536 to 1.
@@ -67,7 +67,7 @@ def test_persistent_nonfinite_loss_ends_run_despite_loss_scale(tmp_path: Path) -
 
 def test_skipped_step_keeps_batchnorm_statistics_finite(tmp_path: Path) -> None:
     # An epoch has 32 steps; one of them has the NaN sample.
-    flags = "--task tests.support.unusual:Poisoned --train.steps 32 --eval.every 32"
+    flags = "--task tests.support.unusual:Poisoned --train.duration 32 --eval.every 32"
     done = _run(tmp_path, "", *flags.split(), "--checkpoint.every", "32")
     assert done.returncode == 0, done
     lines = metrics(tmp_path / "case")

@@ -14,7 +14,7 @@ from tests.support.scripts import misuse
 PRELOAD = "torch._dynamo"  # as soon as a script makes an optimizer: seconds of CPU time
 SCRIPTS = Path(misuse.__file__).parent
 FLAGS = [
-    *("--train.steps", "12", "--batch.global_size", "12", "--batch.micro_size", "2"),
+    *("--train.duration", "12", "--batch.global_size", "12", "--batch.micro_size", "2"),
     *("--telemetry.port", "0"),
 ]
 EXACT = ["--exchange.name", "exact", "--runtime.threads", "1"]
@@ -61,7 +61,7 @@ def test_exact_curve_of_a_script_does_not_depend_on_ranks(
 
 def test_resumed_script_continues_as_if_it_had_not_ended(tmp_path: Path) -> None:
     whole = train(tmp_path, "whole", "regression.py", "", *EXACT)
-    train(tmp_path, "parts", "regression.py", "gloo:2", *EXACT, "--train.steps", "7")
+    train(tmp_path, "parts", "regression.py", "gloo:2", *EXACT, "--train.duration", "7")
     ended = train(tmp_path, "parts", "regression.py", "", *EXACT)
     assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
     assert ended == whole, "the scheduler, the best loss and the number of evaluations"
@@ -137,7 +137,7 @@ tempfile.tempdir = "."
 sys.ps1 = "In: "  # as in a notebook
 sys.argv = ["ipykernel_launcher.py", "-f", "kernel.json"]
 handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
-keys = {"train.steps": 3, "batch.global_size": 8, "telemetry.port": 0}
+keys = {"train.duration": 3, "batch.global_size": 8, "telemetry.port": 0}
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = [(torch.ones(2), torch.ones(1))] * 64
@@ -222,7 +222,7 @@ def test_branches_that_only_some_ranks_use_keep_the_curve(tmp_path: Path) -> Non
 
 def test_iterable_dataset_gives_one_curve_and_resumes(tmp_path: Path) -> None:
     train(tmp_path, "whole", "stream.py", "", *EXACT)
-    train(tmp_path, "parts", "stream.py", "gloo:2", *EXACT, "--train.steps", "7")
+    train(tmp_path, "parts", "stream.py", "gloo:2", *EXACT, "--train.duration", "7")
     train(tmp_path, "parts", "stream.py", "gloo:3", *EXACT)
     assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
     assert len(curve(tmp_path / "whole")) == 12

@@ -61,7 +61,7 @@ def test_grouped_task_loss_curve_is_independent_of_world_size(tmp_path: Path) ->
     for launcher in ("", "gloo:2"):
         root = tmp_path / (launcher[:4] or "one")
         flags = ["--task", "tests.support.unusual:Grouped", "--run.id", "case"]
-        flags += ["--run.root", str(root), "--telemetry.port", "0", "--train.steps", "6"]
+        flags += ["--run.root", str(root), "--telemetry.port", "0", "--train.duration", "6"]
         flags += ["--batch.global_size", "8", "--batch.micro_size", "2"]
         done = run(root / "output", flags, launcher)
         assert done.returncode == 0, done

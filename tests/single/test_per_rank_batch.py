@@ -43,7 +43,7 @@ def test_invalid_per_rank_batch_is_rejected(flags: list[str], message: str) -> N
 def test_per_rank_batches_match_one_rank_with_global_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = [*COMMON, "--run.root", str(tmp_path), "--train.epochs", "1"]
+    common = [*COMMON, "--run.root", str(tmp_path), "--train.duration", "1epochs"]
     grown = ["--batch.per_rank_size", "16", "--optim.lr", "0.01", "--optim.scale_lr", "linear"]
     two = run(tmp_path / "o", [*common, "--run.id", "two", *grown], "gloo:2")
     whole = ["--batch.global_size", "32", "--optim.lr", "0.02"]

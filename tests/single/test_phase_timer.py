@@ -85,7 +85,7 @@ def test_device_phase_times_are_read_without_blocking_host() -> None:
 
 @pytest.mark.parametrize("launcher", ["", "gloo:2"])
 def test_phase_times_of_run_sum_to_wall_time(tmp_path: Path, launcher: str) -> None:
-    arguments = ["--train.steps=40", "--eval.every=7", "--checkpoint.every=9"]
+    arguments = ["--train.duration=40", "--eval.every=7", "--checkpoint.every=9"]
     directory = runs.train(tmp_path, "run", arguments, launcher)
     lines = [json.loads(line) for line in (directory / "ranks.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 20, 30, 40]

@@ -26,6 +26,7 @@ from hvdtrain.plan.measure import costs_from, job_from, mean_of
 from hvdtrain.plan.predict import BucketTransfer, overlap, predict, sent
 from hvdtrain.plan.result import FailureModel, daly, goodput, young
 from tests.soak.published import row, systems
+from tests.support.browser import content
 from tests.support.runs import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -259,7 +260,7 @@ def test_elastic_run_has_higher_goodput_than_restarted_run() -> None:
 
 
 def test_memory_matches_documentation() -> None:
-    """As in docs/parallel.md, with AdamW's state of 2 P for parameters P."""
+    """As in docs/choosing-parallel.md, with AdamW's state of 2 P for parameters P."""
     p = float(A_JOB.parameter_bytes)
     assert memory(A_JOB, ModelLayout(), 8) == 4 * p
     assert memory(A_JOB, ModelLayout(zero_copies=2), 8) == 2 * p + 2 * p * 2 / 8
@@ -295,13 +296,16 @@ def test_layout_flags_are_valid_configuration_keys() -> None:
     job = replace(A_JOB, blocks=8, block_bytes=1e6)
     for layout in layouts(job, Cluster(2, 4, Link(1e9), Link(1e10)), PREDICTED):
         config = parse(layout.flags.split()).config
-        assert (config.parallel.shard, config.parallel.tensor) == (layout.shard, layout.tensor)
+        assert (config.parallel.shard.degree, config.parallel.tensor) == (
+            layout.shard,
+            layout.tensor,
+        )
 
 
 def test_documented_table_of_published_systems_is_current() -> None:
-    text = (ROOT / "docs" / "plan.md").read_text()
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
     for one in systems():
-        assert row(one) in text, f"docs/plan.md lacks\n{row(one)}"
+        assert row(one) in text, f"docs/benchmarks.md lacks\n{row(one)}"
 
 
 def test_job_round_trips_through_json() -> None:
@@ -394,7 +398,7 @@ def test_plan_names_cheapest_layout_if_memory_and_price_are_known(
 def test_plan_lists_unknown_inputs(
     files: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    plot = tmp_path / "plan.svg"
+    plot = tmp_path / "plan.html"
     code, out, _ = _plan(
         capsys, "--from", files["job"], "--hosts", "4", "--bandwidth", "1gbit", "--plot", str(plot)
     )
@@ -403,7 +407,11 @@ def test_plan_lists_unknown_inputs(
     assert "python -m hvdtrain.train --exchange.wire" in out
     for word in ("--memory", "--mtbf", "--price", "slow ranks"):
         assert word in out[out.index("Unknown:") :]
-    assert "efficiency" in plot.read_text()
+    (chart,) = content(plot.read_text())["charts"]
+    assert chart["title"] == "Efficiency" and {line["name"] for line in chart["series"]} >= {
+        "dense"
+    }
+    assert chart["series"][0]["x"][-1] == 4
 
 
 def test_tune_chooses_fastest_measured_settings(
@@ -429,7 +437,7 @@ def test_plan_uses_measured_network(
 
 
 def test_plan_uses_metrics_of_given_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--train.steps=20", "--telemetry.exchange_every=5", "--eval.every=0"]
+    flags = ["--train.duration=20", "--telemetry.exchange_every=5", "--eval.every=0"]
     train(tmp_path, "run", [*flags, "--checkpoint.every=20"])
     lines = [json.loads(line) for line in (tmp_path / "run" / "ranks.jsonl").open()]
     code, out, _ = _plan(capsys, "--from", str(tmp_path / "run"), "--format", "json")
@@ -475,7 +483,7 @@ def test_plan_uses_measured_exchanges(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--from", "{job}", "--latency", "20"], "not a time"),
         (["--from", "{job}", "--strategies", "magic"], "magic is not one of"),
         (["--from", "{job}", "--measure"], "give one job"),
-        (["--from", "{job}", "--plot", "plan.png"], "must end in .svg"),
+        (["--from", "{job}", "--plot", "plan.png"], "must end in .html"),
         (["--tune", "--from", "{job}"], "--tune needs"),
         (["--from", "{job}", "--", "--model.layers=2"], "require --measure or --gpu"),
         (["--gpu", "Voodoo2"], "its peak is unknown"),

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.bench.processes import launch, measure
 from hvdtrain.cli import main
 from hvdtrain.plan.cluster import parse_bandwidth
 from hvdtrain.plan.described import forward
 from hvdtrain.plan.job import JobProfile, StrategyCost, even_buckets
 from hvdtrain.plan.layouts import ModelLayout, memory
+from hvdtrain.plan.measure import COLLECTIVES
 from hvdtrain.plan.result import RESTART_SECONDS, FailureModel, daly
 from tests.support.runs import train
 
@@ -106,7 +108,7 @@ def _rewrite(path: Path, **fields: float | None) -> None:
 
 
 def test_checkpoint_interval_uses_stall_time_of_saves(tmp_path: Path, plan: Plan) -> None:
-    flags = ["--train.steps=20", "--telemetry.exchange_every=5", "--eval.every=0"]
+    flags = ["--train.duration=20", "--telemetry.exchange_every=5", "--eval.every=0"]
     train(tmp_path, "run", [*flags, "--checkpoint.every=10"])
     events = tmp_path / "run" / "events.jsonl"
     saves = [json.loads(line) for line in events.read_text().splitlines()]
@@ -133,7 +135,7 @@ def test_checkpoint_interval_uses_stall_time_of_saves(tmp_path: Path, plan: Plan
 
 
 def test_memory_includes_unsharded_parameters() -> None:
-    """As in docs/parallel.md: parameters in no block, with gradient; two blocks and a gradient."""
+    """docs/choosing-parallel.md: parameters in no block, with gradient; 2 blocks, 1 gradient."""
     p = float(JOB.parameter_bytes)
     given = replace(JOB, activation_bytes=None, optimizer_bytes=0.0, blocks=10)
     assert memory(given, ModelLayout(shard=4), 8) == pytest.approx(2 * p / 4 + 3 * p / 10)
@@ -210,3 +212,9 @@ def test_plan_rejects_micro_batches_of_variable_size(
 ) -> None:
     assert main(["plan", "--gpu", "H100", "--", *TINY, *keys]) == 2
     assert "not batch.max_tokens or batch.per_rank_size" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_that_compute_during_collectives_exit_without_an_abort() -> None:
+    _, computing = COLLECTIVES
+    assert measure(launch("gloo", 2, computing))["seconds"]["1024"] > 0

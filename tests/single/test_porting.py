@@ -19,7 +19,7 @@ PRELOAD = "torch._dynamo"  # as soon as a script makes an optimizer: seconds of 
 IN_THE_GATE = ("policy", "gan")
 MOST_CHANGED_LINES = 15
 SHORT = [
-    *("--train.steps", "12", "--telemetry.port", "0"),
+    *("--train.duration", "12", "--telemetry.port", "0"),
     *("--exchange.name", "exact", "--runtime.threads", "1"),
 ]
 
@@ -59,6 +59,6 @@ def test_ported_script_has_one_curve_and_resumes(name: str, tmp_path: Path) -> N
 
     alone = train("alone", "")
     assert len(alone) == 12
-    train("parts", "gloo:2", "--train.steps", "7")
+    train("parts", "gloo:2", "--train.duration", "7")
     assert train("parts", "gloo:3") == alone
     assert audit(tmp_path / "parts").clean

@@ -14,7 +14,7 @@ from tests.support.job import Finished, Job
 from tests.support.runs import TINY, environment, metrics, run, train
 
 STEPS = 30
-FLAGS = [*("--train.steps", str(STEPS)), *("--eval.every", str(STEPS)), *("--eval.batches", "4")]
+FLAGS = [*("--train.duration", str(STEPS)), *("--eval.every", str(STEPS)), *("--eval.batches", "4")]
 
 
 @pytest.fixture(scope="module")

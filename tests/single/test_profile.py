@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 PACED = (
     "--task tests.support.disturbed:Lagging --batch.global_size 8 --batch.micro_size 2"
-    " --eval.every 0 --telemetry.port 0 --telemetry.exchange_every 1 --train.steps 14"
+    " --eval.every 0 --telemetry.port 0 --telemetry.exchange_every 1 --train.duration 14"
 )
 
 
@@ -106,7 +106,7 @@ def test_run_without_profile_starts_no_profiling(tmp_path: Path) -> None:
 def test_steps_before_resume_are_reported_as_not_profiled(tmp_path: Path) -> None:
     where = ["--run.root", str(tmp_path), "--run.id", "run"]
     for steps, flags in (("6", []), ("8", ["--profile.steps", "3:5"])):
-        argv = [*runs.TINY, *where, "--train.steps", steps, *flags]
+        argv = [*runs.TINY, *where, "--train.duration", steps, *flags]
         done = runs.run(tmp_path, argv, timeout=60)
         assert done.returncode == 0, done
     assert "profile.steps 3:5: the run is at step 6" in done.stderr, done
@@ -129,12 +129,12 @@ def test_unwritable_profile_directory_is_reported_once_and_run_continues(tmp_pat
     [
         *((steps, "profile.steps must be FIRST:END") for steps in ("13:10", "5:5", "0:3", "7")),
         *((steps, "profile.steps must be FIRST:END") for steps in ("a:b", ":3", "3:", "1:2:3")),
-        ("15:20", r"profile.steps 15:20 begins after the last step \(train.steps 14\)"),
+        ("15:20", r"profile.steps 15:20 begins after the last step \(train.duration 14\)"),
     ],
 )
 def test_invalid_or_empty_step_range_is_rejected(steps: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        parse(["--profile.steps", steps, "--train.steps=14"])
+        parse(["--profile.steps", steps, "--train.duration=14"])
 
 
 def test_unquoted_yaml_step_range_is_explained(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from prometheus_client import generate_latest
 
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.config import Config
+from hvdtrain.engine.callbacks import copies
 from hvdtrain.run.exporting import Exported, build_exporter
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.owner_token import Claim
@@ -56,6 +57,10 @@ def metrics(tmp_path: Path) -> Iterator[bytes]:
     exporter = build_exporter(config, 0, cpu, exported)
     assert exporter is not None
     exporter.describe({"run": "mine"})
+    held: Any = SimpleNamespace(
+        complete_step=0, store=SimpleNamespace(nbytes=lambda: 0), seconds=0.0, stall_seconds=0.0
+    )
+    copies.export(exporter, held)
     directory = RunDirectory(tmp_path)
     directory.prepare(fresh=True, claim=Claim.of_this_process())
     recorder = RunRecorder(directory, CheckpointConfig(keep=1))
@@ -85,16 +90,45 @@ def test_metric_names_pass_promtool_check(metrics: bytes) -> None:
 def test_dashboard_queries_are_valid_promql(tmp_path: Path) -> None:
     content = [
         {"record": f"panel:query{i}:value", "expr": expr}
-        for i, (_, expr) in enumerate(queries("mine", "1m"))
+        for i, (_, _, expr) in enumerate(queries("mine"))
     ]
     file = tmp_path / "queries.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": content}]}))
     assert f"{len(content)} rules found" in _promtool("check", "rules", str(file))
 
 
+def test_restart_and_checkpoint_are_marked_once_if_rank_0_moves(tmp_path: Path) -> None:
+    # One sample per minute. Rank 0 dies after 5 minutes; another host has it from minute 8.
+    moved = {
+        "restarts_total": ("0x4 stale", "_x8 1x6"),
+        "last_checkpoint_step": ("0 0 10 10 10 stale", "_x8 10 10 10 20 20 20 20"),
+        "last_checkpoint_timestamp_seconds": ("0 0 110 110 110 stale", "_x8 480x2 650x3"),
+    }
+    series = [
+        {"series": f'hvdtrain_{name}{{run="mine", instance="{instance}"}}', "values": values}
+        for name, both in moved.items()
+        for instance, values in zip("ab", both, strict=True)
+    ]
+    marks = {query.title: query.expr for query in queries("mine", step="1m")}
+    expected = {"annotation Restart": {8: 1}, "annotation Checkpoint": {2: 110e3, 11: 650e3}}
+    cases = [
+        {
+            "expr": marks[title],
+            "eval_time": f"{minute}m",
+            "exp_samples": [{"labels": "{}", "value": values[minute]}] if minute in values else [],
+        }
+        for title, values in expected.items()
+        for minute in range(15)
+    ]
+    file = tmp_path / "marks.yml"
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": cases}
+    file.write_text(yaml.safe_dump({"tests": [test]}))
+    assert "SUCCESS" in _promtool("test", "rules", str(file))
+
+
 def test_rules_and_panels_use_only_exported_metrics(metrics: bytes) -> None:
     every = [rule["expr"] for name in ("recording", "alerts") for rule in rules(name)]
-    every += [expr for _, expr in queries("mine", "1m")]
+    every += [query.expr for query in queries("mine")]
     recorded = {rule["record"] for rule in rules("recording")}
     named = {name for expr in every for name in re.findall(r"[\w:]*hvdtrain_[\w:]*", expr)}
     assert len(named) > 25

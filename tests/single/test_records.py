@@ -38,7 +38,7 @@ from hvdtrain.launch.commands import mpirun
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.mpi import Alone
-from hvdtrain.tasks.image import ImageConfig
+from hvdtrain.tasks.image import ImageDataConfig, ImageTaskConfig
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
 
 
@@ -336,9 +336,9 @@ def test_broken_sample_of_a_shard_is_named(
 
 def test_tar_shards_require_the_number_of_classes() -> None:
     with pytest.raises(ValueError, match=r"needs image\.classes"):
-        ImageConfig(data="a/*.tar")
+        ImageTaskConfig(data=ImageDataConfig(train="a/*.tar"))
     with pytest.raises(ValueError, match=r"both be directories, or both tar shards"):
-        ImageConfig(data="a/*.tar", classes=3, validation="b")
+        ImageDataConfig(train="a/*.tar", validation="b")
 
 
 def test_changed_parquet_file_is_indexed_again(tmp_path: Path) -> None:

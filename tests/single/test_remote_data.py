@@ -21,11 +21,12 @@ from hvdtrain import cli
 from hvdtrain.data import remote
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig, DataConfig, LoaderConfig
-from hvdtrain.data.files import expand, find_files, first_change
+from hvdtrain.data.files import expand, find_files, first_change, split_files
 from hvdtrain.data.loader import Loading, TrainLoader
 from hvdtrain.data.packed import read_packed, read_text
 from hvdtrain.data.parquet import ParquetRows
 from hvdtrain.data.records import JsonLines, TarShards
+from hvdtrain.data.remote import RemoteFile
 from hvdtrain.data.text import Tokenizer
 from hvdtrain.data.tokens import TokenMeta, TokenWindows, read_token_files
 from hvdtrain.errors import UserError
@@ -147,7 +148,7 @@ def test_run_on_s3_tokens_has_the_curve_of_local_tokens(
 ) -> None:
     curves = []
     for name, place in (("here", str(local)), ("there", s3)):
-        flags = ["--data.source", "tokens", "--data.train", place, "--train.steps", "3"]
+        flags = ["--data.source", "tokens", "--data.train", place, "--train.duration", "3"]
         flags += ["--data.validation_fraction", "0.1"]
         curves.append(losses(train(tmp_path, name, flags, "gloo:2" if name == "there" else "")))
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
@@ -235,6 +236,17 @@ def test_mistaken_urls_are_one_line(tmp_path: Path, pattern: str, message: str) 
         expand("tabular.train", [pattern])
 
 
+def test_remote_files_are_split_for_validation_like_local_files(tmp_path: Path) -> None:
+    names = [f"{number}.txt" for number in range(6)]
+    here = [tmp_path / name for name in names]
+    for path in here:
+        path.write_text("a document")
+    there = [RemoteFile(f"{BUCKET}/{name}", 10, 0) for name in names]
+    found = [[[file.name for file in part] for part in split_files(f, 0.3)] for f in (there, here)]
+    assert found[0] == found[1]
+    assert [len(part) for part in found[0]] == [4, 2]
+
+
 def test_local_and_remote_patterns_can_be_mixed(local: Path, tmp_path: Path) -> None:
     system = fsspec.filesystem("memory")
     system.pipe_file("/mixed/2.jsonl", b'{"n": 27}')
@@ -257,7 +269,7 @@ def test_changed_shard_between_runs_is_named(local: Path, tmp_path: Path) -> Non
         (shards / name).write_bytes((local / name).read_bytes())
     flags = ["--data.source", "tokens", "--data.train", str(shards), "--data.validation"]
     flags += [str(local / "0.u16"), "--run.root", str(tmp_path), "--run.id", "a"]
-    train(tmp_path, "a", [*flags, "--train.steps", "1"])
+    train(tmp_path, "a", [*flags, "--train.duration", "1"])
     content = (shards / "1.u16").read_bytes()
     for change, message in (
         (None, "1.u16 (14 samples) has disappeared"),
@@ -267,6 +279,6 @@ def test_changed_shard_between_runs_is_named(local: Path, tmp_path: Path) -> Non
         (shards / "1.u16").unlink(missing_ok=True)
         if change is not None:
             (shards / "1.u16").write_bytes(change)
-        done = run(tmp_path / "output", [*TINY, *flags, "--train.steps", "2"])
+        done = run(tmp_path / "output", [*TINY, *flags, "--train.duration", "2"])
         assert done.returncode == 2 and done.stderr.count("error:") == 1, done
         assert f"is not that of the run's last start: {message}; restore it" in done.stderr, done

@@ -14,7 +14,7 @@ STEPS = 12
 FLAGS = [
     *("--task", "tests.support.miscomputing:Miscomputing", "--telemetry.port", "0"),
     *("--batch.global_size", "12", "--batch.micro_size", "4", "--eval.every", "0"),
-    *("--train.steps", str(STEPS), "--checkpoint.every", str(STEPS), "--run.id", "run"),
+    *("--train.duration", str(STEPS), "--checkpoint.every", str(STEPS), "--run.id", "run"),
     *("--exchange.name", "exact", "--runtime.threads", "1"),
 ]
 REPLAY = ("--integrity.replay_every", "4")
@@ -85,7 +85,7 @@ def test_two_ranks_that_remain_different_stop_the_run(tmp_path: Path, hosts: str
 def test_undecided_difference_ends_only_runs_that_asked_for_replays(
     tmp_path: Path,
 ) -> None:
-    done = _run(tmp_path, "--train.steps", "202", wrong="1:200:all", hosts="a,b", ranks=2)
+    done = _run(tmp_path, "--train.duration", "202", wrong="1:200:all", hosts="a,b", ranks=2)
     assert done.returncode == 0, done
     assert done.stderr.count("because integrity.replay_every is not set") == 1, done
     assert _replays(tmp_path) == [(200, "off", [])]

@@ -15,7 +15,7 @@ STEPS, CHECK = 17, 5
 FLAGS = [
     *("--task", "tests.support.tasks:Flipped", "--batch.global_size", "6"),
     *("--batch.micro_size", "2", "--telemetry.port", "0", "--eval.every", "0"),
-    *("--train.steps", str(STEPS), "--train.log_every", "1", "--checkpoint.every", "0"),
+    *("--train.duration", str(STEPS), "--train.log_every", "1", "--checkpoint.every", "0"),
     *("--train.replica_check_every", str(CHECK), "--run.id", "run"),
 ]
 NEVER = "0:0:weight"

@@ -16,7 +16,7 @@ MICRO_BATCHES = 4  # during a step
 FLAGS = [
     *TINY,
     *("--task", "tests.support.tasks:Signalled", "--model.dropout", "0.1"),
-    *("--train.steps", str(STEPS), "--checkpoint.every", "10"),
+    *("--train.duration", str(STEPS), "--checkpoint.every", "10"),
 ]
 
 
@@ -155,12 +155,12 @@ def test_resume_from_a_slow_disk_survives_the_watchdog(tmp_path: Path) -> None:
     # Rank 0 reads the model, then both ranks read the optimizer's files; each read takes 6 s,
     # longer than a rank may be idle or missing in a collective.
     flags = [
-        *("--task", "tests.support.disturbed:OnSlowDisk", "--parallel.zero", "1"),
+        *("--task", "tests.support.disturbed:OnSlowDisk", "--parallel.shard.stage", "1"),
         *("--batch.global_size", "4", "--batch.micro_size", "2", "--elastic.hang_seconds", "3"),
         *("--telemetry.port", "0", "--run.root", str(tmp_path), "--run.id", "slow"),
     ]
     env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
     for steps in ("2", "4"):
-        done = run(tmp_path, [*flags, "--train.steps", steps], "gloo:2", env)
+        done = run(tmp_path, [*flags, "--train.duration", steps], "gloo:2", env)
         assert done.returncode == 0, done
     assert "resumed from the checkpoint of step 2" in done.stderr, done

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import log
+from hvdtrain.agent.output import rank_prefix
 from hvdtrain.launch.commands import horovodrun, mpirun
 from hvdtrain.supervise.launcher import Launcher
 from tests.support.runs import REPOSITORY, TINY, TRAIN, environment, metrics
@@ -47,7 +48,7 @@ def _on_a_terminal(argv: list[str], directory: Path) -> str:
 
 
 def _flags(root: Path, steps: int) -> list[str]:
-    steps_and_place = ["--train.steps", str(steps), "--run.root", str(root), "--run.id", "a"]
+    steps_and_place = ["--train.duration", str(steps), "--run.root", str(root), "--run.id", "a"]
     return [*TINY, "--checkpoint.every", "0", *steps_and_place]
 
 
@@ -60,8 +61,8 @@ def test_terminal_shows_a_progress_bar_without_launcher_prefixes(
     if launcher != "none":
         argv = horovodrun(1, argv, controller=launcher)
     said = _on_a_terminal(argv, tmp_path)
-    assert re.search(r"\r100%\|.* 30/30 \[.*loss", said), said
-    assert "step 1/30" not in said
+    assert re.search(r"\rstep 30/30 \|█+\| loss .* tokens/s  ETA 0:00", said), said
+    assert "hvdtrain: step" not in said
     for line in said.splitlines():
         assert not re.match(r"\[.*<stderr>:", line), said
     assert f"\nhvdtrain: files of this run: {tmp_path}/a" in said.replace("\r", "")
@@ -122,20 +123,19 @@ def test_log_line_is_written_in_one_call() -> None:
     assert stream.pieces == ["hvdtrain: warning: slow\n"]
 
 
-def test_supervised_output_prefixes_lines_of_all_ranks_except_rank_0(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    script = (
-        r"printf '[0]<std' >&2; sleep 0.1; printf 'err>:hvdtrain: step 1/9\n' >&2;"
-        r"printf '[0]<stdout>:\n[0]<stdout>:text\n[1]<stdout>:more\n';"
-        r"printf '[3]<stderr>:Traceback\nhvdtrain: a process ended\n' >&2; printf 'the end' >&2"
-    )
+def test_lines_of_ranks_other_than_0_name_their_rank() -> None:
+    assert rank_prefix(0, "stdout", "text\n") == rank_prefix(0, "stderr", "Traceback\n") == ""
+    assert rank_prefix(3, "stderr", "Traceback\n") == "[3]<stderr>:"
+    assert rank_prefix(3, "stderr", "hvdtrain: error: rank 3 on a: full\n") == ""
+    assert rank_prefix(1, "stdout", "hvdtrain: x\n") == "[1]<stdout>:"
+
+
+def test_supervisor_forwards_output_and_keeps_last_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    script = r"printf 'hvdtr' >&2; sleep 0.1; printf 'ain: step 1/9\nthe end' >&2; printf 'text\n'"
     launcher = Launcher(["sh", "-c", script], os.environ)
     deadline = time.monotonic() + 10
     while launcher.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    lines = ["hvdtrain: step 1/9", "[3]<stderr>:Traceback", "hvdtrain: a process ended", "the end"]
-    assert launcher.last_lines() == lines
+    assert launcher.last_lines() == ["hvdtrain: step 1/9", "the end"]
     said = capfd.readouterr()
-    assert said.err.splitlines() == lines
-    assert said.out.splitlines() == ["", "text", "[1]<stdout>:more"]
+    assert (said.out, said.err) == ("text\n", "hvdtrain: step 1/9\nthe end")

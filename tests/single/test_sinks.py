@@ -121,7 +121,7 @@ def test_sinks_have_the_curve_of_the_run_once_after_a_resume(
 ) -> None:
     directory = tmp_path / "run"
     flags, env = _all_sinks(tmp_path)
-    flags += [*REGRESSION, "--task", "tests.support.tasks:Paced", "--train.steps", str(STEPS)]
+    flags += [*REGRESSION, "--task", "tests.support.tasks:Paced", "--train.duration", str(STEPS)]
     flags += ["--batch.micro_size", "2"]
     flags += ["--checkpoint.every", "5", "--run.root", str(tmp_path), "--run.id", "run"]
     slow = environment(env | {"HVDTRAIN_TEST_PACE": "0.05"})
@@ -149,7 +149,7 @@ def test_sinks_have_the_curve_of_the_run_once_after_a_resume(
 
 def test_sinks_receive_every_metric_of_metrics_jsonl(tmp_path: Path) -> None:
     flags, env = _all_sinks(tmp_path)
-    done = _run(tmp_path, [*REGRESSION, *flags, "--train.steps", "4", "--eval.every", "2"], env)
+    done = _run(tmp_path, [*REGRESSION, *flags, "--train.duration", "4", "--eval.every", "2"], env)
     assert done.returncode == 0, done
     lines = metrics(tmp_path / "run")
     names = {key for line in lines for key in line} - {"step", "time", "state_hash", "generation"}
@@ -172,7 +172,7 @@ def test_failing_sink_is_reported_once_and_training_continues(tmp_path: Path) ->
         "WANDB_BASE_URL": "http://127.0.0.1:9",
         "WANDB_API_KEY": SESAME,  # too short for a key
     }
-    done = _run(tmp_path, [*REGRESSION, *flags, "--train.steps", "30"], env)
+    done = _run(tmp_path, [*REGRESSION, *flags, "--train.duration", "30"], env)
     assert done.returncode == 0, done
     for name in ("tensorboard", "mlflow", "wandb"):
         assert done.stderr.count(f"warning: {name} ") == 1, done
@@ -203,7 +203,7 @@ def test_hanging_sink_does_not_block_steps_or_the_end(
         "WANDB_BASE_URL": silent_server,
         "WANDB_API_KEY": "0123456789" * 4,
     }
-    flags = [*REGRESSION, *flags, "--train.steps", str(steps), "--eval.every", "0"]
+    flags = [*REGRESSION, *flags, "--train.duration", str(steps), "--eval.every", "0"]
     done = _run(tmp_path, flags, env, launcher)
     ended = time.time()
     assert done.returncode == 0, done

@@ -30,8 +30,8 @@ FILES = 256  # that the training process may have open; 1,024 is what a login gi
 # How long it takes a busy machine to close what is late.
 GRACE_SECONDS = 5.0
 FLAGS = (
-    "--task tests.support.tasks:Slow --train.steps 99999 --checkpoint.every 2 --eval.every 0"
-    " --batch.global_size 8 --batch.micro_size 8 --telemetry.linger_seconds 0 --run.id case"
+    "--task tests.support.tasks:Slow --train.duration 99999 --checkpoint.every 2 --eval.every 0"
+    " --batch.global_size 8 --batch.micro_size 8 --run.id case"
 )
 
 

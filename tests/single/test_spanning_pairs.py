@@ -20,13 +20,13 @@ STEPS = 2
 SIZES = (
     *TINY,
     *("--model.layers=2", "--model.width=16", "--data.train=LICENSE", f"--eval.every={STEPS}"),
-    *(f"--train.steps={STEPS + 1}", "--checkpoint.every=0", "--telemetry.port=0"),
+    *(f"--train.duration={STEPS + 1}", "--checkpoint.every=0", "--telemetry.port=0"),
 )
 AXES = {
     "tensor": ("--parallel.tensor=2",),
     "pipeline": ("--parallel.pipeline=2",),
     "context": ("--parallel.context=2",),
-    "shard": ("--parallel.shard=2",),
+    "shard": ("--parallel.shard.degree=2",),
 }
 # Options combined with an axis, and the allowed difference of losses.
 OPTIONS = {

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from hvdtrain import cli
 from hvdtrain.checkpoint.weights import read_weights
-from hvdtrain.parallel.config import ParallelConfig
-from hvdtrain.runtime.mesh import Grid
+from hvdtrain.parallel.config import AXES, ParallelConfig
+from hvdtrain.runtime.mesh import Grid, key_of_degree
 from tests.support.runs import TINY, metrics, run, train
 
 pytestmark = pytest.mark.slow
@@ -41,12 +41,12 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     Both begin with the weights of a third run.
     """
     root = tmp_path_factory.mktemp("runs")
-    begun = train(root, "begun", [*SIZES, "--train.steps", "2", "--seed", "7"])
+    begun = train(root, "begun", [*SIZES, "--train.duration", "2", "--seed", "7"])
     sizes = [*SIZES, "--run.init_from", str(begun / "checkpoints/step_00000002")]
     for launcher, degrees, steps in CHAIN:
-        axes = [f"--parallel.{axis}={degree}" for axis, degree in degrees.items()]
-        train(root, "chain", [*sizes, *axes, "--train.steps", str(steps)], launcher)
-    one = train(root, "one", [*sizes, "--train.steps", "16"])
+        axes = [f"--{key_of_degree(axis)}={degree}" for axis, degree in degrees.items()]
+        train(root, "chain", [*sizes, *axes, "--train.duration", str(steps)], launcher)
+    one = train(root, "one", [*sizes, "--train.duration", "16"])
     return root / "chain", one
 
 
@@ -101,11 +101,13 @@ def test_sharded_checkpoint_is_exported_as_whole_weights(
             "parallel.tensor 2 excludes optim.name",
         ),
         (
-            ["--parallel.shard=2", "--parallel.pipeline=2", "--parallel.schedule=zero-bubble"],
-            "parallel.shard 2 excludes parallel.schedule zero-bubble",
+            [
+                *("--parallel.shard.degree=2", "--parallel.pipeline=2"),
+                "--parallel.schedule=zero-bubble",
+            ],
+            "parallel.shard.degree 2 excludes parallel.schedule zero-bubble",
         ),
-        (["--parallel.place", "[tensor, shard]"], "parallel.place must name each of"),
-        (["--parallel.offload", "cpu"], "parallel.offload cpu requires parallel.shard"),
+        (["--parallel.shard.offload", "cpu"], "offload cpu requires parallel.shard.degree"),
     ],
 )
 def test_impossible_layout_is_refused_with_the_reason(
@@ -120,7 +122,7 @@ def test_replica_ranks_share_a_host_if_it_has_room() -> None:
     """Also if the launcher numbers the ranks round-robin over the hosts."""
     degrees = ParallelConfig(tensor=2, pipeline=2).degrees
     hosts = ["a", "b"] * 4
-    grid = Grid.of(hosts, degrees, ParallelConfig().place)
+    grid = Grid.of(hosts, degrees, AXES)
     for rank in range(8):
         assert {hosts[r] for r in grid.replica_of(rank)} == {hosts[rank]}
         assert rank in grid.same_shard(rank)
@@ -129,12 +131,12 @@ def test_replica_ranks_share_a_host_if_it_has_room() -> None:
 
 def test_grid_groups_ranks_with_the_same_work_or_shard() -> None:
     parallel = ParallelConfig(tensor=2, pipeline=2, context=2)
-    grid = Grid.of(["a"] * 16, parallel.degrees, parallel.place)
+    grid = Grid.of(["a"] * 16, parallel.degrees, AXES)
     assert grid.stages == [(0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)]
     assert grid.in_step == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
     assert grid.with_same_parameters[0] == (0, 2, 8, 10)
     assert Grid.at([grid.coordinates(rank) for rank in range(16)]) == grid
-    plain = Grid.of(["a", "b"], ParallelConfig().degrees, parallel.place)
+    plain = Grid.of(["a", "b"], ParallelConfig().degrees, AXES)
     assert plain.stages == [(0, 1)] and plain.in_step == [(0,), (1,)]
 
 

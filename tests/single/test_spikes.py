@@ -25,6 +25,7 @@ from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.spikes import exceeds, loss_limit, passed_over, rolled_back
 from hvdtrain.run.exporting import Exported, build_exporter
 from hvdtrain.runtime.memory import PeakMemory
+from hvdtrain.runtime.mesh import key_of_degree
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.config import TelemetryConfig
 from tests.support import warm
@@ -168,7 +169,7 @@ def test_spikes_leave_the_curve_independent_of_ranks_and_stops(
 ) -> None:
     name = f"{action}-{launcher[-1]}"
     # The run ends in the middle of a window, just before the second spike, and is resumed.
-    _run(root, name, action, "", *EXACT, "--train.steps", "21")
+    _run(root, name, action, "", *EXACT, "--train.duration", "21")
     _run(root, name, action, launcher, *EXACT)
     assert _curve(root / name) == _curve(root / action)
     assert weights(root / name, LAST) == weights(root / action, LAST)
@@ -176,7 +177,7 @@ def test_spikes_leave_the_curve_independent_of_ranks_and_stops(
 
 
 def test_rollback_with_sharded_optimizer_keeps_the_curve(root: Path) -> None:
-    _run(root, "zero", "rollback", "gloo:2", *EXACT, "--parallel.zero", "1")
+    _run(root, "zero", "rollback", "gloo:2", *EXACT, "--parallel.shard.stage", "1")
     assert _curve(root / "zero") == _curve(root / "rollback")
 
 
@@ -343,7 +344,15 @@ def _steps(directory: Path) -> list[tuple[int, int]]:
 
 def test_script_with_its_own_loop_returns_to_a_checkpoint(tmp_path: Path) -> None:
     script = str(REPOSITORY / "tests/support/scripts/regression.py")
-    flags = [*EXACT, "--train.steps", "8", "--batch.global_size", "12", "--batch.micro_size", "2"]
+    flags = [
+        *EXACT,
+        "--train.duration",
+        "8",
+        "--batch.global_size",
+        "12",
+        "--batch.micro_size",
+        "2",
+    ]
     one, two = (
         _noisy(tmp_path, f"{ranks}", f"gloo:{ranks}", flags, [warm.python(ranks), script])
         for ranks in (1, 2)
@@ -356,7 +365,7 @@ def test_script_with_its_own_loop_returns_to_a_checkpoint(tmp_path: Path) -> Non
     "flags",
     [
         ["--task", "tests.support.ragged:Ragged", "--optim.lr", "0.0001"],
-        ["--task", "tests.support.unusual:Streamed", "--train.steps", "8", *TINY[-8:]],
+        ["--task", "tests.support.unusual:Streamed", "--train.duration", "8", *TINY[-8:]],
     ],
 )
 def test_rollback_suits_buckets_and_iterable_data(tmp_path: Path, flags: list[str]) -> None:
@@ -369,10 +378,10 @@ def test_rollback_suits_buckets_and_iterable_data(tmp_path: Path, flags: list[st
 
 @pytest.mark.soak
 def test_rollback_suits_models_that_span_ranks(tmp_path: Path) -> None:
-    flags = [*_MODEL, "--train.steps", "12"]
+    flags = [*_MODEL, "--train.duration", "12"]
     one = _noisy(tmp_path, "one", "", flags, forked_train(1))
     for axis in ("tensor", "pipeline", "shard"):
-        own = [*flags, f"--parallel.{axis}", "2"]
+        own = [*flags, f"--{key_of_degree(axis)}", "2"]
         two = _noisy(tmp_path, axis, "gloo:2", own, forked_train(2))
         assert _steps(two) == _steps(one)
         assert losses(two) == pytest.approx(losses(one), rel=1e-3)

@@ -55,7 +55,7 @@ def _by_hand() -> tuple[GPT, list[float], list[float]]:
 
 def test_run_on_one_process_gives_the_weights_of_plain_pytorch(tmp_path: Path) -> None:
     flags = (
-        f"--seed {SEED} --train.steps {STEPS} --schedule.warmup_steps {WARMUP} --optim.lr {PEAK}"
+        f"--seed {SEED} --train.duration {STEPS} --schedule.warmup_steps {WARMUP} --optim.lr {PEAK}"
         f" --optim.clip_norm {CLIP} --model.layers 2"
     )
     directory = train(tmp_path, "run", flags.split())

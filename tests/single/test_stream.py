@@ -281,11 +281,11 @@ def _run(root: Path, task: str, launcher: str, *flags: str, **env: str) -> str:
 def test_run_on_a_stream_has_one_curve_and_resumes(
     task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _run(tmp_path / "one", task, "", "--train.steps", "9")
+    _run(tmp_path / "one", task, "", "--train.duration", "9")
     root, log = tmp_path / "two", tmp_path / "log"
-    said = _run(root, task, "gloo:2", "--train.steps", "4", "--loader.workers", "2")
+    said = _run(root, task, "gloo:2", "--train.duration", "4", "--loader.workers", "2")
     assert "loader.workers 2: one process reads ahead" in said
-    _run(root, task, "gloo:3", "--train.steps", "9", HVDTRAIN_TEST_LOG=str(log))
+    _run(root, task, "gloo:3", "--train.duration", "9", HVDTRAIN_TEST_LOG=str(log))
     assert losses(root / "case") == losses(tmp_path / "one/case")
     by_process: dict[str, list[str]] = {}
     for line in log.read_text().splitlines():
@@ -304,9 +304,9 @@ def test_run_on_a_stream_has_one_curve_and_resumes(
 
 
 def test_checkpoint_without_position_still_resumes(tmp_path: Path) -> None:
-    _run(tmp_path / "whole", "Saved", "", "--train.steps", "9")
-    _run(tmp_path, "Forgotten", "", "--train.steps", "6")
-    said = _run(tmp_path, "Saved", "", "--train.steps", "9")
+    _run(tmp_path / "whole", "Saved", "", "--train.duration", "9")
+    _run(tmp_path, "Forgotten", "", "--train.duration", "6")
+    said = _run(tmp_path, "Saved", "", "--train.duration", "9")
     assert "does not have the position of the data" in said
     assert losses(tmp_path / "case") == losses(tmp_path / "whole/case")
     assert cli.main(["audit", str(tmp_path / "case")]) == 0
@@ -316,7 +316,7 @@ def test_audit_finds_a_position_that_does_not_match_its_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for steps in ("3", "6"):
-        _run(tmp_path, "Saved", "", "--train.steps", steps)
+        _run(tmp_path, "Saved", "", "--train.duration", steps)
     events = tmp_path / "case/events.jsonl"
     lines = [json.loads(line) for line in events.read_text().splitlines()]
     starts = [line for line in lines if line["event"] == "start"]

@@ -175,7 +175,7 @@ def test_elastic_horovodrun_gets_the_rank_limits_and_script() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--hosts a:2 -- --train.steps 5", "run.id is missing"),
+        ("--hosts a:2 -- --train.duration 5", "run.id is missing"),
         ("--hosts a:2 -- --run.id x --train.stepz 5", "unknown key train.stepz"),
         ("--hosts a:2 -- --run.id x --run.resume never", "run.resume never"),
         ("--hosts a:2 -- --run.id x --run.resume runs/x/checkpoints/step_00000010", "run.resume"),

@@ -26,7 +26,7 @@ def test_flights_have_only_facts_before_departure_and_are_split_by_day(
     late, delay = rows["late"].to_pylist(), rows["arr_delay"].to_pylist()
     assert rows["late"].null_count == rows["arr_delay"].null_count == 9_430
     assert all(x is y is None or x == (y > 15) for x, y in zip(late, delay, strict=True))
-    flags = ["--tabular.data", str(tmp_path / "flights.parquet"), "--tabular.ignore", "arr_delay"]
+    flags = ["--data.train", str(tmp_path / "flights.parquet"), "--tabular.ignore", "arr_delay"]
     flags += ["--tabular.split_by", "date", "--tabular.label", "late"]
     task, datasets = build_data(parse(["--config", "tabgpt-nano", *flags]))
     by_default, same = build_data(parse(["--config", "tabgpt-nano"]))

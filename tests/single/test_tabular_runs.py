@@ -11,8 +11,8 @@ from tests.support.job import Finished
 from tests.support.runs import losses, metrics, run
 
 SHORT = (
-    "--batch.global_size 48 --batch.micro_size 8 --train.steps 24 --eval.every 12 --optim.lr 0.01"
-    " --schedule.warmup_steps 4 --telemetry.port 0"
+    "--batch.global_size 48 --batch.micro_size 8 --train.duration 24 --eval.every 12"
+    " --optim.lr 0.01 --schedule.warmup_steps 4 --telemetry.port 0"
 )
 PRETRAIN = "--tabular.objective pretraining"
 
@@ -22,7 +22,7 @@ def _train(root: Path, name: str, flags: str, launcher: str = "") -> Finished:
     file = root / "sales.parquet"
     if not file.exists():
         write(sales(3000), file, rows=500)
-    where = f"--run.root {root} --run.id {name} --tabular.data {file}"
+    where = f"--run.root {root} --run.id {name} --data.train {file}"
     arguments = [*KEYS, *f"{SHORT} {flags} {where}".split()]
     return run(root / "output", arguments, launcher, timeout=180)
 
@@ -57,7 +57,7 @@ def test_losses_and_metrics_do_not_depend_on_the_world_size(
 
 
 def test_classifier_learns_and_reports_omitted_rows_and_columns(root: Path) -> None:
-    done = _train(root, "longer", "--train.steps 60")
+    done = _train(root, "longer", "--train.duration 60")
     assert done.returncode == 0, done
     for said in (
         "training rows have no sold and are omitted",
@@ -66,7 +66,7 @@ def test_classifier_learns_and_reports_omitted_rows_and_columns(root: Path) -> N
         "sold yes predicted as yes",
     ):
         assert said in done.stdout + done.stderr, said
-    again = _train(root, "longer", "--train.steps 120", "gloo:2")
+    again = _train(root, "longer", "--train.duration 120", "gloo:2")
     assert again.returncode == 0, again
     assert "resumed from the checkpoint of step 60" in again.stdout + again.stderr, again
     assert metrics(root / "longer")[-1]["validation_auc"] > 0.85
@@ -85,7 +85,7 @@ def test_pretrained_model_can_be_fine_tuned(root: Path) -> None:
 
 def test_regression_learns_a_number(root: Path) -> None:
     flags = "--tabular.objective regression --tabular.label price --tabular.ignore sold"
-    done = _train(root, "price", f"{flags} --train.steps 60")
+    done = _train(root, "price", f"{flags} --train.duration 60")
     assert done.returncode == 0, done
     last = metrics(root / "price")[-1]
     assert last["validation_r2"] > 0.8 and 0 < last["validation_rmse"] < 7, last

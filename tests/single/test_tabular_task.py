@@ -44,7 +44,7 @@ WANTED = Wanted(FEATURES, "sold", "day", 0.2)
 
 
 def _scan(path: Path, wanted: Wanted = WANTED) -> Columns:
-    return scan(open_table("tabular.data", [path], []), wanted, Alone())
+    return scan(open_table("data.train", [path], []), wanted, Alone())
 
 
 def _rows(flags: list[str]) -> tuple[Tabular, torch.Tensor, torch.Tensor]:
@@ -133,7 +133,7 @@ def test_statistics_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None
     for name in ("t.parquet", "t.csv"):
         out = tmp_path / "columns.json"
         command = [warm.python(3), "-m", "hvdtrain.cli", "data", "columns", "--out", str(out)]
-        command += ["--", *KEYS[2:], "--tabular.data", str(tmp_path / name)]
+        command += ["--", *KEYS[2:], "--data.train", str(tmp_path / name)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             mpirun(3, command), capture_output=True, text=True, timeout=120, check=False, env=env
@@ -186,7 +186,7 @@ def test_prediction_is_continuous_at_bin_edges() -> None:
 def test_labels_are_not_features_and_unlabeled_rows_are_omitted(tmp_path: Path) -> None:
     table = sales()
     file = write(table, tmp_path / "t.parquet")
-    task, train, validation = _rows(["--tabular.data", str(file)])
+    task, train, validation = _rows(["--data.train", str(file)])
     assert len(train) + len(validation) == 600 - table["sold"].null_count
     assert not torch.cat((train, validation)).isnan().any()
     assert task._data is not None
@@ -197,9 +197,9 @@ def test_labels_are_not_features_and_unlabeled_rows_are_omitted(tmp_path: Path) 
     notes = " | ".join(task._data.notes)
     assert "training rows have no sold and are omitted" in notes
     assert "in the validation rows" in notes and "of shop" in notes and "country" in notes
-    _, every, _ = _rows(["--tabular.data", str(file), "--tabular.objective", "pretraining"])
+    _, every, _ = _rows(["--data.train", str(file), "--tabular.objective", "pretraining"])
     assert len(every) == task._data.columns.rows
-    _, few, same = _rows(["--tabular.data", str(file), "--tabular.label_fraction", "0.1"])
+    _, few, same = _rows(["--data.train", str(file), "--tabular.label_fraction", "0.1"])
     assert len(few) == round(0.1 * len(train)) and torch.equal(same, validation)
 
 
@@ -215,7 +215,7 @@ def test_columns_are_restored_from_a_model_or_a_json_file(tmp_path: Path) -> Non
         assert found.features == columns.features and found.label == columns.label
     # A table with few rows is read with statistics of many.
     few = write(sales().slice(0, 50), tmp_path / "few.parquet")
-    flags = ["--tabular.data", str(few), "--tabular.columns", str(tmp_path / "columns.json")]
+    flags = ["--data.train", str(few), "--tabular.columns", str(tmp_path / "columns.json")]
     task, _, _ = _rows(flags)
     assert task._data is not None and task._data.columns.features == columns.features
 
@@ -264,7 +264,7 @@ def test_key_that_does_not_fit_the_table_is_named(tmp_path: Path, flags: str, me
     (tmp_path / "t.json").write_text(json.dumps({"a": 1}))
     more = flags.format(path=tmp_path).split()
     with pytest.raises(UserError, match=message):
-        _rows(["--tabular.data", str(file), *more])
+        _rows(["--data.train", str(file), *more])
 
 
 def test_unknown_validation_label_or_missing_column_is_refused(tmp_path: Path) -> None:
@@ -273,15 +273,13 @@ def test_unknown_validation_label_or_missing_column_is_refused(tmp_path: Path) -
     sold = pc.fill_null(table["sold"], "perhaps")
     other = write(table.set_column(7, "sold", sold), tmp_path / "validation.parquet")
     keys = [key for key in KEYS if key not in ("--tabular.split_by", "day")]
-    flags = ["--tabular.data", str(train), "--tabular.validation", str(other)]
+    flags = ["--data.train", str(train), "--data.validation", str(other)]
     message = "validation.parquet: sold is perhaps, which is not one of the classes .* .no, yes."
     with pytest.raises(UserError, match=message):
         build_data(parse([*keys, *flags]))
     missing = write(table.drop_columns(["shop"]), tmp_path / "missing.parquet")
-    with pytest.raises(
-        UserError, match=r"tabular.validation: column 'shop' of tabular.data is missing"
-    ):
-        build_data(parse([*keys, *flags[:2], "--tabular.validation", str(missing)]))
+    with pytest.raises(UserError, match=r"data.validation: column 'shop' of data.train is missing"):
+        build_data(parse([*keys, *flags[:2], "--data.validation", str(missing)]))
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.csv"])
@@ -290,7 +288,7 @@ def test_truncated_file_is_named(tmp_path: Path, name: str) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2 - 4])
     with pytest.raises(UserError, match=f"^{file}: cannot be read .*: repair or remove it"):
-        _rows(["--tabular.data", str(file)])
+        _rows(["--data.train", str(file)])
 
 
 def test_file_with_invalid_cells_columns_or_suffix_is_named(tmp_path: Path) -> None:
@@ -300,21 +298,21 @@ def test_file_with_invalid_cells_columns_or_suffix_is_named(tmp_path: Path) -> N
     second = tmp_path / "b.csv"
     second.write_text("\n".join(lines))
     with pytest.raises(UserError, match=r"b.csv: cannot be read \(.*invalid value 'many'\)"):
-        _rows(["--tabular.data", str(tmp_path / "*.csv")])
+        _rows(["--data.train", str(tmp_path / "*.csv")])
     write(sales().rename_columns(["tag", *sales().column_names[1:]]), second)
     with pytest.raises(UserError, match=r"column 'day' is in .*a.csv, but not in .*b.csv"):
-        _rows(["--tabular.data", str(tmp_path / "*.csv")])
-    with pytest.raises(UserError, match=r"tabular.data: .*c.txt is not a table \("):
+        _rows(["--data.train", str(tmp_path / "*.csv")])
+    with pytest.raises(UserError, match=r"data.train: .*c.txt is not a table \("):
         (tmp_path / "c.txt").write_text("x")
-        _rows(["--tabular.data", str(tmp_path / "c.txt")])
+        _rows(["--data.train", str(tmp_path / "c.txt")])
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tabular.data t.csv", "tabular.label: name the column that classification predicts"),
-        ("--tabular.data t.csv --tabular.label x", "select the validation rows: set either"),
-        ("--tabular.validation t.csv", "tabular.validation needs tabular.data"),
+        ("--data.train t.csv", "tabular.label: name the column that classification predicts"),
+        ("--data.train t.csv --tabular.label x", "select the validation rows: set either"),
+        ("--data.validation t.csv", "data.validation needs data.train"),
         ("--tabular.width 30", "tabular.width 30 is not a multiple of tabular.heads 4"),
         ("--tabular.mask 1", r"tabular.mask must lie in \(0, 1\)"),
     ],

@@ -268,7 +268,7 @@ def test_token_files_train_the_same_curve_as_text(corpus: Path, tmp_path: Path) 
     small = ["--model.layers=1", "--model.width=16", "--model.context=16", "--batch.global_size=8"]
     curves = []
     for name, flags in sources.items():
-        run = [f"--run.root={tmp_path}", f"--run.id={name}", "--train.steps=5"]
+        run = [f"--run.root={tmp_path}", f"--run.id={name}", "--train.duration=5"]
         done = _run("-m", "hvdtrain.train", *run, *flags, *small, "--telemetry.port=0")
         assert done.returncode == 0, done.stderr
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())

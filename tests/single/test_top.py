@@ -56,9 +56,9 @@ def _rows(output: str) -> list[dict[str, str]]:
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Path]]:
     """A job that trains on 2 ranks, and its directory."""
     root = tmp_path_factory.mktemp("runs")
-    flags = ["--task", "tests.support.tasks:Paced", "--train.steps", "100000"]
+    flags = ["--task", "tests.support.tasks:Paced", "--train.duration", "100000"]
     flags += ["--batch.global_size", "4", "--batch.micro_size", "2", "--eval.every", "0"]
-    flags += ["--telemetry.host", HOST, "--telemetry.linger_seconds", "0", "--checkpoint.every=0"]
+    flags += ["--telemetry.host", HOST, "--checkpoint.every=0"]
     flags += ["--run.root", str(root), "--run.id", "mine"]
     env = {"HVDTRAIN_TEST_PACE": "0.03"}
     running = start(root / "output", flags, "gloo:2", env, forked_train(2))

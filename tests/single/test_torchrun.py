@@ -123,7 +123,7 @@ def test_host_that_knows_itself_by_loopback_is_reached_through_its_network() -> 
 
 @pytest.mark.slow
 def test_run_under_torchrun_has_the_losses_of_horovodrun(tmp_path: Path) -> None:
-    steps = ["--train.steps", "6"]
+    steps = ["--train.duration", "6"]
     directories = [
         train(tmp_path, launcher, steps, f"{launcher}:2") for launcher in ("torchrun", "gloo")
     ]
@@ -135,7 +135,7 @@ def test_run_under_torchrun_has_the_losses_of_horovodrun(tmp_path: Path) -> None
 def test_torchrun_restarts_once_from_the_checkpoint_then_ends(tmp_path: Path) -> None:
     run_id = ["--run.root", str(tmp_path), "--run.id", "a", "--checkpoint.every", "5"]
     job = start(
-        tmp_path, [*TINY, *run_id, "--train.steps", "100000"], "torchrun:2:--max-restarts 1"
+        tmp_path, [*TINY, *run_id, "--train.duration", "100000"], "torchrun:2:--max-restarts 1"
     )
     try:
         _wait_for_step(tmp_path / "a", 10)

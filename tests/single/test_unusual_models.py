@@ -18,7 +18,7 @@ from tests.support.job import Finished
 from tests.support.runs import losses, metrics, run
 
 FLAGS = (
-    "--batch.global_size 8 --batch.micro_size 2 --telemetry.port 0 --train.steps 6"
+    "--batch.global_size 8 --batch.micro_size 2 --telemetry.port 0 --train.duration 6"
     " --train.replica_check_every 2 --eval.every 2 --checkpoint.every 3 --run.id case"
 )
 LAUNCHERS = ["", "mpirun:2"]
@@ -60,7 +60,7 @@ def test_channels_last_weights_train_like_row_major_ones(
     ):
         root = tmp_path / task / (launcher[:3] or "one")
         for steps in parts:
-            done = _run(root, task, launcher, "--train.steps", steps, constant)
+            done = _run(root, task, launcher, "--train.duration", steps, constant)
             assert done.returncode == 0, done
         assert len(metrics(root / "case")) == 8
         curves.append(losses(root / "case"))
@@ -89,7 +89,7 @@ def test_iterable_dataset_has_the_same_curve_on_two_ranks_and_resumed(
         root = tmp_path / (launcher[:3] or "one")
         for steps in parts:
             done = _run(
-                root, "Streamed", launcher, "--train.steps", steps, "--schedule.name=constant"
+                root, "Streamed", launcher, "--train.duration", steps, "--schedule.name=constant"
             )
             assert done.returncode == 0, done
         lines = metrics(root / "case")

@@ -12,7 +12,7 @@ from hvdtrain.exchange.wire import Float16
 from tests.support.runs import TINY, losses, run, train, weights
 
 STEPS, HALF = 60, 30
-FLAGS = ["--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
+FLAGS = ["--train.duration", str(STEPS), "--checkpoint.every", str(HALF)]
 # The files of a checkpoint, one of which is the scale of float16.
 PARTS = {"float16": {"wire.safetensors"}, "bfloat16": set()}
 

@@ -25,7 +25,7 @@ def without_horovod(tmp_path: Path) -> dict[str, str]:
 def test_one_process_without_horovod_has_the_same_losses(
     tmp_path: Path, without_horovod: dict[str, str], exchange: str
 ) -> None:
-    flags = ["--train.steps", "5", "--checkpoint.every", "2"]
+    flags = ["--train.duration", "5", "--checkpoint.every", "2"]
     if exchange != "dense":
         flags += f"--exchange.{exchange}".split()
     run = ["--run.root", str(tmp_path), "--run.id", "without"]

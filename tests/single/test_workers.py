@@ -130,7 +130,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_run_with_workers_has_the_same_curve(tmp_path: Path) -> None:
-    flags = ["--train.steps", "3"]
+    flags = ["--train.duration", "3"]
     plain = train(tmp_path, "plain", flags)
     ahead = train(tmp_path, "ahead", [*flags, "--loader.workers", "2"], "mpirun:2")
     assert losses(ahead) == pytest.approx(losses(plain), rel=1e-5)

@@ -17,7 +17,7 @@ from tests.support.tasks import INJECTED
 STEPS, HALF = 60, 30
 # 4 micro-batches per step: two ranks have two each, three have 2, 1, 1. For four with one each, and
 # sixteen, of which some have none, see tests/cluster (test_faults.py, test_sixteen_ranks.py).
-CURVE = ["--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
+CURVE = ["--train.duration", str(STEPS), "--checkpoint.every", str(HALF)]
 DROPOUT = ["--model.dropout", "0.1"]
 LAUNCHERS = ["", "mpirun:2", "gloo:3"]
 
@@ -93,7 +93,7 @@ def test_signal_to_one_rank_stops_all_with_75_and_loses_no_step(root: Path) -> N
 
 
 def _fails(tmp_path: Path, launcher: str, *flags: str) -> Finished:
-    where = ["--run.root", str(tmp_path / "runs"), "--run.id", "case", "--train.steps", "5"]
+    where = ["--run.root", str(tmp_path / "runs"), "--run.id", "case", "--train.duration", "5"]
     return run(tmp_path / "output", [*TINY, *where, *flags], launcher)
 
 
@@ -153,7 +153,7 @@ def test_error_on_one_rank_is_shown_and_ends_all_ranks(tmp_path: Path) -> None:
 def test_batchnorm_evaluation_does_not_depend_on_the_world_size(
     tmp_path: Path,
 ) -> None:
-    task = ["--task", "tests.support.tasks:Paced", "--train.steps", "12", "--eval.every", "4"]
+    task = ["--task", "tests.support.tasks:Paced", "--train.duration", "12", "--eval.every", "4"]
     size = ["--batch.global_size", "8", "--batch.micro_size", "2", "--telemetry.port", "0"]
     curves = {}
     for launcher in ("", "gloo:3"):

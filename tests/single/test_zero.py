@@ -292,7 +292,7 @@ EXCLUDED = {
     "--optim.ema_decay 0.9": "excludes optim.ema_decay",
     "--exchange.sync_every 4": "excludes exchange.sync_every",
     "--exchange.reduce adasum": "excludes exchange.reduce adasum",
-    "--parallel.shard 2": "use parallel.shard",
+    "--parallel.shard.degree 2": "use parallel.shard.degree",
 }
 
 
@@ -300,13 +300,13 @@ EXCLUDED = {
 def test_options_incompatible_with_zero_are_refused(flags: str) -> None:
     task = ["--task", "tests.support.tasks:Regression"]
     with pytest.raises(UserError, match=re.escape(EXCLUDED[flags])):
-        parse([*task, "--parallel.zero", "1", *flags.split()])
+        parse([*task, "--parallel.shard.stage", "1", *flags.split()])
 
 
 def test_more_copies_than_ranks_are_refused() -> None:
-    flags = ["--parallel.zero", "1", "--parallel.zero_copies", "3"]
+    flags = ["--parallel.shard.stage", "1", "--parallel.shard.copies", "3"]
     config = parse(["--task", "tests.support.tasks:Regression", *flags]).config
-    with pytest.raises(UserError, match="zero_copies 3 exceeds the 2 ranks"):
+    with pytest.raises(UserError, match=r"shard\.copies 3 exceeds the 2 ranks"):
         check_ranks(config, Ranks(2, elastic=False))
     for ranks, elastic in ((1, False), (2, True), (3, False)):
         check_ranks(config, Ranks(ranks, elastic))

@@ -1,4 +1,4 @@
-"""parallel.zero: the same losses and state for any shard placement, and after a resume."""
+"""parallel.shard.stage 1: the same losses and state for any shard placement, and after a resume."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support import runs
 STEPS, SAVED = 6, 3
 # Sums do not depend on the number of ranks, so runs are bitwise identical.
 EXACT = [
-    *("--exchange.name", "exact", "--runtime.threads", "1", "--train.steps", str(STEPS)),
+    *("--exchange.name", "exact", "--runtime.threads", "1", "--train.duration", str(STEPS)),
     *("--checkpoint.every", str(SAVED), "--checkpoint.keep", "9", "--optim.clip_norm", "0.1"),
 ]
 
 
 def _zero(copies: int) -> list[str]:
-    return ["--parallel.zero", "1", "--parallel.zero_copies", str(copies)]
+    return ["--parallel.shard.stage", "1", "--parallel.shard.copies", str(copies)]
 
 
 def _state(run: Path, step: int = STEPS) -> dict[str, Tensor]:

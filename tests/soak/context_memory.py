@@ -17,25 +17,25 @@ import torch
 import torch.distributed as dist
 
 from hvdtrain.models.gpt import GPT
-from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.models.gpt_config import AttentionConfig, GPTConfig
 from hvdtrain.parallel.context import apply_context
 from tests.support.torch_ranks import on_torch_ranks
 
 SMALL = GPTConfig(layers=2, heads=2, kv_heads=1, width=32, vocab_size=64)
 
 
-def pattern(name: str, context: int) -> dict[str, Any]:
+def pattern(name: Any, context: int) -> AttentionConfig:
     """Return keys of a pattern whose longest segment is the context, with a rate of 16."""
     if name == "dilated":
         lengths = [512, context]
-        return {"attention": name, "segment_lengths": lengths, "dilation_rates": [1, 16]}
-    return {"attention": name, **({"local_blocks": 8} if name == "block_sparse" else {})}
+        return AttentionConfig(name, segment_lengths=lengths, dilation_rates=[1, 16])
+    return AttentionConfig(name, local_blocks=8 if name == "block_sparse" else 4)
 
 
 def grown(name: str, tokens: int) -> float:
     """Return the maximum growth of this rank in MiB in a forward and a backward pass."""
     context = tokens * dist.get_world_size()
-    model = GPT(replace(SMALL, context=context, **pattern(name, context)))
+    model = GPT(replace(SMALL, context=context, attention=pattern(name, context)))
     assert dist.group.WORLD is not None
     apply_context(model, dist.group.WORLD)
     for size in (tokens // 8 * dist.get_world_size(), context):

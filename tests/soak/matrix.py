@@ -179,7 +179,7 @@ def parallel_cell(code: int, output: str) -> tuple[str, list[str]]:
     passed = re.findall(r"\b(\d+) passed", output)
     if code == 0 and passed:
         return f"{passed[-1]} passed", []
-    # horovodrun begins each line with `[0]<stdout>:`.
+    # horovodrun begins lines of other ranks with `[1]<stdout>:`.
     failed = re.findall(r"^(?:.*>:)?(?:FAILED|ERROR) \S*::(.*)$", output, re.MULTILINE)
     return "**no**", list(dict.fromkeys(failed))[:5] or [_reason(output)]
 

@@ -74,7 +74,7 @@ def _rates_alone(hosts: PinnedHosts) -> list[float]:
 
 def _trained(hosts: PinnedHosts, deal: str, name: str) -> tuple[float, list[float]]:
     """Return (median step time once speeds are known, losses)."""
-    flags = [f"--batch.deal={deal}", f"--train.steps={STEPS}", *FLAGS]
+    flags = [f"--batch.deal={deal}", f"--train.duration={STEPS}", *FLAGS]
     where = [f"--run.root={hosts.shared}/runs", f"--run.id={name}"]
     train = [sys.executable, "-m", "hvdtrain.train", *flags, *where]
     command = launch("gloo", 2, train, ",".join(f"{host}:1" for host in NAMES))

@@ -42,7 +42,7 @@ def main(steps: str, text: str) -> int:
                 _shape(mbit)
             gather_json(0, f"shaped.{turn}.{number}")
             keys = [f"--exchange.{k}={v}" for k, v in STRATEGIES[strategy].items()]
-            flags = [*given["flags"], *keys, "--exchange.start_step=0", "--train.steps=1000000"]
+            flags = [*given["flags"], *keys, "--exchange.start_step=0", "--train.duration=1000000"]
             seconds[number].append(_turn(flags, int(steps), topology, data))
     if topology.rank == 0:
         print(MARK + json.dumps([median(turns) for turns in seconds]) + "}", flush=True)

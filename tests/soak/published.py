@@ -1,7 +1,7 @@
 """`python -m tests.soak.published`: predictions of `hvdtrain plan` for published systems.
 
-Prints the rows of docs/plan.md. The inputs are published, or assumed as this file states. Nothing
-is fitted.
+Prints the rows of docs/benchmarks.md. The inputs are published, or assumed as this file states.
+Nothing is fitted.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class _Layer:
 
 
 def systems() -> list[System]:
-    """All systems of the table in docs/plan.md."""
+    """All systems of the table in docs/benchmarks.md."""
     return [*_horovod(), *_ddp()]
 
 
 def row(one: System) -> str:
-    """Return a row of the table in docs/plan.md."""
+    """Return a row of the table in docs/benchmarks.md."""
     said, error = "no number", ""
     if one.published is not None:
         said = f"{one.published:.0%}"

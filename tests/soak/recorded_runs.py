@@ -50,7 +50,9 @@ MEASURED_ENDINGS = ("_seconds", "_per_second")
 
 # --- the table of cases ---
 
-COMMON = "--telemetry.port 0 --train.steps 6 --eval.every 3 --eval.batches 2 --checkpoint.every 100"
+COMMON = (
+    "--telemetry.port 0 --train.duration 6 --eval.every 3 --eval.batches 2 --checkpoint.every 100"
+)
 # Four micro-batches per step: 2 ranks have 2 each, 3 ranks have 2, 1 and 1.
 BATCH = "--batch.global_size 8 --batch.micro_size 2 --schedule.warmup_steps 2 --optim.lr 0.01"
 GPT = (
@@ -64,7 +66,7 @@ IMAGE = (
 )
 RAGGED = f"{COMMON} --task tests.support.ragged:Ragged"
 TABULAR = (
-    f"{COMMON} {' '.join(datasets.KEYS)} --tabular.data {{data}}/sales.parquet"
+    f"{COMMON} {' '.join(datasets.KEYS)} --data.train {{data}}/sales.parquet"
     " --batch.global_size 48 --batch.micro_size 8 --optim.lr 0.01"
 )
 BATCHNORM = f"{COMMON} {BATCH} --task tests.support.unusual:RowMajor"
@@ -84,10 +86,10 @@ EXCHANGES = {
 PRECISIONS = ("float32", "bf16", "fp16", "bf16-params")
 AXES = {
     "tensor": "--parallel.tensor 2",
-    "shard": "--parallel.shard 2",
+    "shard": "--parallel.shard.degree 2",
     "pipeline": "--parallel.pipeline 2",
     "context": "--parallel.context 2 --model.dropout 0",
-    "zero": "--parallel.zero 1 --parallel.zero_copies 1",
+    "zero": "--parallel.shard.stage 1 --parallel.shard.copies 1",
 }
 PAIRS = {
     "tensor, pipeline": f"{AXES['tensor']} {AXES['pipeline']}",
@@ -142,8 +144,8 @@ def _cases() -> dict[str, list[Start]]:
         flags = f"--parallel.pipeline 2 --parallel.schedule {schedule}"
         add(f"axis pipeline, {schedule}", f"{FOUR_LAYERS} {flags}", "gloo:2")
     add("axis shard, gathered once",
-        f"{GPT} --parallel.shard 2 --parallel.reshard_after_forward false", "gloo:2")  # fmt: skip
-    add("axis zero, exact", f"{GPT} --parallel.zero 1 {EXACT}", "mpirun:3")
+        f"{GPT} --parallel.shard.degree 2 --parallel.shard.stage 2", "gloo:2")  # fmt: skip
+    add("axis zero, exact", f"{GPT} --parallel.shard.stage 1 {EXACT}", "mpirun:3")
     for pair, flags in PAIRS.items():
         add(f"axes {pair}", f"{GPT} {flags}", "gloo:4")
     add("axes tensor, pipeline", f"{GPT} {PAIRS['tensor, pipeline']}", "mpirun:4")
@@ -166,12 +168,12 @@ def _cases() -> dict[str, list[Start]]:
     add("data workers, images", f"{IMAGE} --loader.workers 2", "gloo:2")
     add("tabular", TABULAR, "gloo:2")
     add("tabular, pretraining", f"{TABULAR} --tabular.objective pretraining", "mpirun:2")
-    add("skipped step", f"{COMMON} {BATCH} {EXACT} --train.steps 32"
+    add("skipped step", f"{COMMON} {BATCH} {EXACT} --train.duration 32"
         " --task tests.support.unusual:WeightedAndPoisoned", "mpirun:3")  # fmt: skip
 
     # Process 2 has one micro-batch per step: it dies in step 4, which the survivors repeat.
     for name, flags in (("dense", ""), ("exact", EXACT), ("top-k", EXCHANGES["top-k"]),
-                        ("zero", "--parallel.zero 1")):  # fmt: skip
+                        ("zero", "--parallel.shard.stage 1")):  # fmt: skip
         found[f"kill {name} on elastic:3"] = [Start("elastic:3", f"{KILLED} {flags}", "2:4")]
     for axis in ("shard", "pipeline"):  # a whole replica is lost
         found[f"kill {axis} on elastic:4"] = [Start("elastic:4", f"{KILLED} {AXES[axis]}", "3:4")]
@@ -179,13 +181,13 @@ def _cases() -> dict[str, list[Start]]:
     def resume(name: str, *starts: tuple[str, str]) -> None:
         """Add a run of several starts, each (launcher, flags) and three steps."""
         found[f"resume {name}"] = [
-            Start(launcher, f"{flags} --train.steps {3 * number} --schedule.name constant")
+            Start(launcher, f"{flags} --train.duration {3 * number} --schedule.name constant")
             for number, (launcher, flags) in enumerate(starts, 1)
         ]
 
     resume("dense", ("gloo:2", GPT), ("mpirun:3", GPT), ("", GPT))
     resume("exact", ("mpirun:3", f"{GPT} {EXACT}"), ("gloo:2", f"{GPT} {EXACT}"))
-    zero = f"{GPT} --parallel.zero 1"
+    zero = f"{GPT} --parallel.shard.stage 1"
     resume("zero", ("mpirun:3", zero), ("gloo:2", zero), ("", GPT))
     resume("layouts",
            ("gloo:2", f"{GPT} {AXES['tensor']}"),

@@ -174,7 +174,7 @@ def _undisturbed(root: Path, steps: int) -> Path:
     """Run the same on one process, without a launcher; return its directory."""
     arguments = (
         f"{PACED} {ALWAYS} {LAYOUTS[LAYOUT].arguments} --run.root {root} --run.id case"
-        f" --train.steps {steps} --checkpoint.every {steps}"
+        f" --train.duration {steps} --checkpoint.every {steps}"
     )
     env = {"HVDTRAIN_TEST_PACE": "0", "HVDTRAIN_TEST_CONTROL": str(root)}
     done = run(root / "output", arguments.split(), env=env, timeout=60 + steps / 10)

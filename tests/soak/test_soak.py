@@ -25,7 +25,7 @@ SECONDS = int(os.environ.get("HVDTRAIN_SOAK_SECONDS", "300"))
 STEPS = round(SECONDS / 0.16)
 KILL_EVERY = 20.0
 LEAST_GOODPUT, AIM = 0.5, 0.8
-ARGUMENTS = f"--train.steps {STEPS}"
+ARGUMENTS = f"--train.duration {STEPS}"
 SIXTEEN = 16
 SMALL = "--model.layers=2 --model.width=64 --model.heads=2 --model.context=64 --batch.micro_size=1"
 
@@ -75,7 +75,7 @@ def test_sixteen_ranks_on_two_processors_are_not_declared_dead(
     cluster: Cluster, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running = ElasticJob(
-        cluster, runs, "node1:8 node2:8", np=16, arguments="--train.steps 1000000",
+        cluster, runs, "node1:8 node2:8", np=16, arguments="--train.duration 1000000",
         options="--verbose",
     )  # fmt: skip
     try:

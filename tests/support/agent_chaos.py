@@ -66,7 +66,7 @@ class AgentChaosJob(ChaosJob):
     def log(self) -> str:
         texts = []
         for host, task in self._tasks.items():
-            lines = [line for line in task.output().splitlines(True) if " samples/s " not in line]
+            lines = [line for line in task.output().splitlines(True) if "  ETA " not in line]
             texts.append(f"--- {host}\n" + "".join(lines)[-_TAIL_BYTES:])
         return "\n".join(texts)
 

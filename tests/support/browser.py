@@ -6,6 +6,7 @@ import base64
 import fcntl
 import json
 import os
+import re
 import select
 import shlex
 import shutil
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
+from PIL import Image
 
 WIDTH = 1120
 
@@ -42,6 +43,11 @@ class Shown:
         """Return the number of pixels of about this color, such as #3b82c4."""
         wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)])
         return int((np.abs(self.pixels - wanted).max(axis=2) <= near).sum())
+
+    @property
+    def text(self) -> str:
+        """The visible words of the document, one element's text per line."""
+        return re.sub(r"<[^>]*>", "\n", re.sub(r"(?s)<(script|style).*?</\1>", "", self.dom))
 
     def blank_stretches(self, height: int = 300) -> list[int]:
         """Return the tops of stretches with almost no colors, above the page's last ink."""
@@ -74,8 +80,16 @@ def show(page: Path, directory: Path, height: int, dark: bool = False) -> Shown:
     return Shown(ran[0].stdout, complaints, _pixels(picture))
 
 
+def content(page: str) -> dict[str, Any]:
+    """Return what the HTML file of a report shows: see hvdtrain/report/page.py."""
+    found = re.search(r'<script type="application/json" id="page">(.*?)</script>', page)
+    assert found, page[:1000]
+    return dict(json.loads(found[1]))
+
+
 def _pixels(picture: Path) -> np.ndarray:
-    return np.round(imread(picture)[:, :, :3] * 255).astype(np.int16)
+    with Image.open(picture) as image:
+        return np.asarray(image.convert("RGB")).astype(np.int16)
 
 
 class Tab:
@@ -98,6 +112,23 @@ class Tab:
 
     def open(self, url: str) -> None:
         self._call("Page.navigate", self._session, url=url)
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the page the size of another screen."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._call("Emulation.setDeviceMetricsOverride", self._session, **size)
+
+    def drag(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
+        """Drag the mouse between two points of the window."""
+        for kind, (x, y) in (
+            ("Moved", begin),
+            ("Pressed", begin),
+            ("Moved", end),
+            ("Released", end),
+        ):
+            button = {"button": "left", "buttons": 1, "clickCount": 1}
+            where = {"type": f"mouse{kind}", "x": x, "y": y, **button}
+            self._call("Input.dispatchMouseEvent", self._session, **where)
 
     def value(self, expression: str) -> Any:
         """Return the value of a JavaScript expression; AssertionError if it throws."""

@@ -72,7 +72,7 @@ LAYOUTS = {
     "tensor": Layout(
         "--task tests.support.helped:HelpedPerceptron", "--parallel.tensor 2", 2, 1e-4
     ),
-    "zero": Layout("--task tests.support.helped:Helped", "--parallel.zero 1", 1, 1e-4),
+    "zero": Layout("--task tests.support.helped:Helped", "--parallel.shard.stage 1", 1, 1e-4),
 }
 
 
@@ -105,7 +105,7 @@ class ChaosJob:
         self.list_hosts(*WORKERS)
         self.min_np = layout.min_np
         self.env = {"HVDTRAIN_TEST_CONTROL": str(directory), "OMP_NUM_THREADS": "1"}
-        run = f"--run.root {directory / 'disk'} --run.id case --train.steps {steps}"
+        run = f"--run.root {directory / 'disk'} --run.id case --train.duration {steps}"
         run += f" --elastic.hang_seconds {_HANG_SECONDS}"
         self.train = f"{PACED} {ALWAYS} {layout.arguments} {layout.spread} {run}".split()
         self._jobs: list[Job] = []
@@ -229,7 +229,7 @@ class ChaosJob:
     def log(self) -> str:
         """Return the end of the output, without the lines of steps."""
         lines = self.job.output().splitlines(keepends=True)
-        return "".join(line for line in lines if " samples/s " not in line)[-_TAIL_BYTES:]
+        return "".join(line for line in lines if "  ETA " not in line)[-_TAIL_BYTES:]
 
     def kill(self) -> None:
         for job in self._jobs:

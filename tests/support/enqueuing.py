@@ -51,6 +51,7 @@ def kill_one(seconds: float, timeout: float, process_sets: bool) -> list[str]:
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         "HOROVOD_RENDEZVOUS_SECRET": secret,
         "HOROVOD_DYNAMIC_PROCESS_SETS": str(int(process_sets)),
+        "HOROVOD_SHARED_MEMORY": str(int(process_sets)),  # a ring requires sockets
     }
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     ranks = [

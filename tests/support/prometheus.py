@@ -89,6 +89,20 @@ class Prometheus:
             d["result"] for d in self._get(*(f"query?{urlencode({'query': e})}" for e in exprs))
         ]
 
+    def ranges(self, exprs: list[str], seconds: float) -> list[list[dict[str, Any]]]:
+        """Return the series of each query over the past seconds, a point each second.
+
+        Returns:
+            {"metric": labels, "values": [[time, text], ...]} each.
+
+        Raises:
+            AssertionError: a query is wrong.
+        """
+        now = time.time()
+        span = {"start": now - seconds, "end": now, "step": 1}
+        paths = (f"query_range?{urlencode({'query': e, **span})}" for e in exprs)
+        return [d["result"] for d in self._get(*paths)]
+
     def query(self, expr: str) -> list[dict[str, Any]]:
         return self.queries([expr])[0]
 

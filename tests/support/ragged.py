@@ -39,7 +39,7 @@ class Ragged:
     """
 
     defaults: ClassVar[dict[str, Any]] = {
-        "train.steps": 10, "optim.lr": 0.01, "batch.max_tokens": 90, "batch.per_step": 6,
+        "train.duration": 10, "optim.lr": 0.01, "batch.max_tokens": 90, "batch.per_step": 6,
     }  # fmt: skip
 
     def datasets(self) -> Datasets:

@@ -19,7 +19,7 @@ from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.optimizer import state_tensors
-from hvdtrain.parallel.config import ParallelConfig
+from hvdtrain.parallel.config import AXES, ParallelConfig, ShardConfig
 from hvdtrain.parallel.local_optimizer import LocalOptimizer
 from hvdtrain.parallel.spanned import position
 from hvdtrain.run.strategy import Replicated, Spanning, Strategy
@@ -34,8 +34,9 @@ Degrees = Mapping[str, int]
 def _state(degrees: Degrees) -> RunState:
     """Return the state after steps of AdamW, with gradients that depend only on the parameters."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    parallel = ParallelConfig(**degrees)
-    grid = Grid.of(["host"] * size, parallel.degrees, parallel.place)
+    others = {axis: degree for axis, degree in degrees.items() if axis != "shard"}
+    parallel = ParallelConfig(**others, shard=ShardConfig(degrees.get("shard", 1)))
+    grid = Grid.of(["host"] * size, parallel.degrees, AXES)
     used = {axis: degree for axis, degree in grid.degrees.items() if degree > 1}
     replicas = {"data": grid.replicas} if grid.replicas > 1 else {}
     everywhere = {**replicas, **used}

@@ -29,7 +29,7 @@ RECOVERY_STARTS = 2.5
 # Time to start all ranks twice on a busy machine, and for the steps.
 TEST_SECONDS = 150
 COMMON = [
-    *("--train.steps", str(STEPS), "--checkpoint.every", str(EVERY), "--eval.every", "0"),
+    *("--train.duration", str(STEPS), "--checkpoint.every", str(EVERY), "--eval.every", "0"),
     # The same for each rank: under MPI, a rank that waits for another polls.
     *("--batch.global_size", "3", "--batch.micro_size", "1", "--telemetry.port", "0"),
     # Slow enough that the loss does not become as small as rounding errors.

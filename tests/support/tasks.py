@@ -29,7 +29,7 @@ INJECTED = "injected failure"
 class Regression:
     """A linear model on noise-free data; a few ms/step, about 10 parameters."""
 
-    defaults: ClassVar[dict[str, Any]] = {"train.steps": 10, "optim.lr": 0.01}
+    defaults: ClassVar[dict[str, Any]] = {"train.duration": 10, "optim.lr": 0.01}
 
     def datasets(self) -> Datasets:
         x = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(0))
@@ -93,7 +93,7 @@ class Spiking(Regression):
     """
 
     defaults: ClassVar[dict[str, Any]] = {
-        "train.steps": 40, "optim.lr": 0.01, "batch.global_size": 8, "batch.micro_size": 2,
+        "train.duration": 40, "optim.lr": 0.01, "batch.global_size": 8, "batch.micro_size": 2,
         "eval.every": 0, "telemetry.port": 0, "checkpoint.every": 10, "checkpoint.keep": 50,
         "schedule.name": "constant", "schedule.warmup_steps": 0,
         "train.spike.window": 10, "train.spike.factor": 20.0,
@@ -266,7 +266,7 @@ class Paced(Regression):
     forever in a lock, and process 2 in its 90th, computing for 8 s.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {"train.steps": 1500, "optim.lr": 0.001}
+    defaults: ClassVar[dict[str, Any]] = {"train.duration": 1500, "optim.lr": 0.001}
 
     def __init__(self) -> None:
         self._pace = float(os.environ.get("HVDTRAIN_TEST_PACE", "0.1"))

@@ -7,14 +7,15 @@
 # Arguments after the file name are passed to hvdtrain.train.
 {% endif %}
 
-# --- edit this section ---------------------------------------------------------------
 {% if scheduler == "pbs" %}
 {% set gpus = ":ngpus=%d" % job.ranks if job.gpus else "" %}
 #PBS -N {{ job.name }}
 #PBS -l select={{ job.nodes }}:ncpus={{ job.ranks * (job.cpus or 1) }}:mpiprocs={{ job.ranks }}{{ gpus }}
 #PBS -l place=scatter
 #PBS -l walltime={{ job.limit }}
-{{ '#' if job.queue is none }}#PBS -q {{ job.queue or 'NAME' }}
+{% if job.queue %}
+#PBS -q {{ job.queue }}
+{% endif %}
 # If a node dies, the job is restarted.
 #PBS -r y
 #PBS -j oe
@@ -22,10 +23,16 @@
 #BSUB -J {{ job.name }}
 #BSUB -n {{ job.np }}
 #BSUB -R "span[ptile={{ job.ranks }}]"
-{{ '#' if job.cpus is none }}#BSUB -R "affinity[core({{ job.cpus or 8 }})]"
-{{ '#' if not job.gpus }}#BSUB -gpu "num={{ job.ranks }}"
+{% if job.cpus %}
+#BSUB -R "affinity[core({{ job.cpus }})]"
+{% endif %}
+{% if job.gpus %}
+#BSUB -gpu "num={{ job.ranks }}"
+{% endif %}
 #BSUB -W {{ job.limit[:-3] }}
-{{ '#' if job.queue is none }}#BSUB -q {{ job.queue or 'NAME' }}
+{% if job.queue %}
+#BSUB -q {{ job.queue }}
+{% endif %}
 # If a node dies, or after exit code 75 (preempted), the job is requeued.
 #BSUB -r
 #BSUB -Q "75"
@@ -47,13 +54,7 @@ MAX_RESTARTS=${MAX_RESTARTS:-20}    # after this many restarts the job ends with
 {% endif %}
 {% for module in job.modules %}
 module load {{ module }}
-{% else %}
-# module load openmpi
 {% endfor %}
-{% if scheduler == "lsf" %}
-# If ssh between nodes is disabled: export OMPI_MCA_plm_rsh_agent=blaunch
-{% endif %}
-# ---------------------------------------------------------------------------------
 
 set -euo pipefail
 {% if scheduler == "pbs" %}

@@ -1,28 +1,33 @@
 #!/bin/bash
-# hvdtrain in a Slurm job that is requeued after its time limit and after a preemption.
-# See slurm/README.md. Submit it from the repository's directory:
-#   sbatch {{ file }} --config gpt-nano --train.steps 300
+# hvdtrain in a Slurm job that is requeued after its time limit and after a preemption. From the
+# directory in which it should train:
+#   sbatch {{ file }} --config gpt-nano --train.duration 300
 # Arguments after the file name are passed to hvdtrain.train; sbatch's options come before it and
 # take precedence over the options below.
 
-# --- edit this section ---------------------------------------------------------------
 #SBATCH --job-name={{ job.name }}
 #SBATCH --nodes={{ job.nodes }}
 #SBATCH --ntasks-per-node={{ job.ranks }}
-{{ '#' if job.cpus is none }}#SBATCH --cpus-per-task={{ job.cpus or 8 }}
-{{ '#' if not job.gpus }}#SBATCH --gpus-per-node={{ job.ranks }}
-{{ '#' if job.queue is none }}#SBATCH --partition={{ job.queue or 'NAME' }}
+{% if job.cpus %}
+#SBATCH --cpus-per-task={{ job.cpus }}
+{% endif %}
+{% if job.gpus %}
+#SBATCH --gpus-per-node={{ job.ranks }}
+{% endif %}
+{% if job.queue %}
+#SBATCH --partition={{ job.queue }}
+{% endif %}
 #SBATCH --time={{ job.limit }}
 # The ranks are asked to save {{ job.grace }} s before the time limit (Slurm: up to 60 s earlier); the same
 # number is in GRACE_SECONDS below.
 #SBATCH --signal=B:USR1@{{ job.grace }}
 #SBATCH --requeue
-##SBATCH --no-kill    # with LAUNCHER=elastic: the job continues without a node that fails
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 
 # srun, mpirun (if Slurm has no PMIx), launch: mpirun that is restarted when a rank or a node dies,
-# or elastic: when a rank or a node dies, the other ranks continue; no ssh
+# or elastic: when a rank or a node dies, the other ranks continue; no ssh. Submit an elastic job with
+# sbatch --no-kill: it then continues without a node that fails.
 LAUNCHER=${LAUNCHER:-srun}
 {{ ('VENV=${VENV:-' ~ job.venv ~ '}').ljust(35) }} # the environment that has hvdtrain; all nodes must see it
 {{ ('CONTAINER=${CONTAINER:-' ~ (job.image or '') ~ '}').ljust(35) }} # an Apptainer image with hvdtrain, instead of VENV
@@ -30,10 +35,7 @@ LAUNCHER=${LAUNCHER:-srun}
 MAX_RESTARTS=${MAX_RESTARTS:-20}    # after this many restarts the job ends with exit code 75
 {% for module in job.modules %}
 module load {{ module }}
-{% else %}
-# module load openmpi
 {% endfor %}
-# ---------------------------------------------------------------------------------
 
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"

@@ -20,10 +20,13 @@ from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.runtime.terminal import terminal
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.sinks import BackgroundSink
+from hvdtrain.text import duration, short
 
 # Without a terminal, lines are at least this far apart, so that a log stays readable.
 _SECONDS_BETWEEN_LINES = 2.0
-
+# The remaining time is estimated from the last records: evaluations and checkpoints count, and a
+# change of the ranks is soon forgotten.
+_RECORDS_FOR_ETA = 100
 
 # A step with one of these is logged despite train.log_every.
 _SHOWN = ("validation_loss", "healed", "spike")
@@ -104,36 +107,44 @@ class LogMetrics(Callback):
     def _show_line(self, loop: Loop, record: StepRecord) -> None:
         self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
         steps = loop.train.steps
-        eta = tqdm.format_interval((steps - record["step"]) * record["step_seconds"])
-        logger.info("step %d/%d  %s  ETA %s", record["step"], steps, self._describe(record), eta)
+        logger.info("step %d/%d  %s", record["step"], steps, self._describe(loop, record))
 
     def _show_bar(self, loop: Loop, record: StepRecord) -> None:
         if self._bar is None:
             self._bar = tqdm(
                 total=loop.train.steps,
                 initial=record["step"] - 1,
-                unit="step",
+                bar_format="step {n_fmt}/{total_fmt} |{bar}| {desc}",
                 file=terminal(),
                 dynamic_ncols=True,
             )
         # Includes the newest validation loss, which most steps do not have.
-        self._bar.set_postfix_str(self._describe(self.last), refresh=False)
+        self._bar.set_description_str(self._describe(loop, self.last), refresh=False)
         self._bar.update(record["step"] - self._bar.n)
 
-    def _describe(self, record: StepRecord) -> str:
-        parts = [f"epoch {record['epoch']:.2f}", f"loss {record['loss']:.4f}"]
+    def _describe(self, loop: Loop, record: StepRecord) -> str:
+        parts = [f"loss {_loss(record['loss'])}"]
+        if record["epoch"] * loop.train.steps > record["step"]:  # the run has several epochs
+            parts.insert(0, f"epoch {record['epoch']:.2f}")
         if "validation_loss" in record:
-            parts.append(f"validation {record['validation_loss']:.4f}")
+            parts.append(f"validation {_loss(record['validation_loss'])}")
         if "ema_validation_loss" in record:
-            parts.append(f"ema {record['ema_validation_loss']:.4f}")
-        parts.append(f"{record['samples_per_second']:.1f} samples/s")
-        if self._units is not None:
-            name = self._units[0]
-            parts.append(f"{record[f'{name}_per_second']:.0f} {name}/s")
+            parts.append(f"ema {_loss(record['ema_validation_loss'])}")
+        name = self._units[0] if self._units is not None else "samples"
         if "padding" in record:
-            parts.append(f"{record['tokens_per_second']:.0f} tokens/s")
+            name = "tokens"
             parts.append(f"{record['padding']:.1%} padding")
+        parts.append(f"{short(record[f'{name}_per_second'])} {name}/s")
+        parts.append(f"ETA {duration(self._remaining_seconds(loop, record))}")
         return "  ".join(parts)
+
+    def _remaining_seconds(self, loop: Loop, record: StepRecord) -> float:
+        last = list(self._recent)[-_RECORDS_FOR_ETA:]
+        steps = last[-1]["step"] - last[0]["step"]
+        # The first step of a process is slower, and is not in the difference of the times.
+        elapsed = last[-1]["time"] - last[0]["time"]
+        each = elapsed / steps if steps else record["step_seconds"]
+        return float(each * (loop.train.steps - record["step"]))
 
     def close(self) -> None:
         if self._bar is not None:
@@ -178,6 +189,10 @@ class Export(Callback):
         self._exporter.assigned(len(loop.assignment))
         if loop.topology.rank == 0:
             self._exporter.replicas_healed(len(record.get("healed", ())))
+
+
+def _loss(value: float) -> str:
+    return f"{value:#.4g}".rstrip(".")
 
 
 def _strict(value: object) -> object:

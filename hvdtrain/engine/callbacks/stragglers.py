@@ -27,7 +27,7 @@ from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.mesh import WAITED
 from hvdtrain.runtime.phases import PHASES
 from hvdtrain.runtime.tensor_shards import local
-from hvdtrain.telemetry.config import TelemetryConfig
+from hvdtrain.telemetry.config import STRAGGLER_THRESHOLD, TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.straggler import (
     COLUMNS,
@@ -83,7 +83,7 @@ class DetectStragglers(Callback):
         self._every = config.exchange_every
         self._grid = context.mesh.grid
         self._ranks = context.mesh.topology.world_size
-        self._watch = StragglerWatch(config.straggler_threshold, self._grid)
+        self._watch = StragglerWatch(STRAGGLER_THRESHOLD, self._grid)
         self._data_watch = DataWatch()
         self._speeds = Speeds() if assign_by_speed else None
         self._timer, self._memory = context.timer, context.memory

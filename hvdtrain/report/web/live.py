@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.report.charts import Points
+from hvdtrain.report.metrics import RECENT, remaining_seconds
 from hvdtrain.report.web.overview import News, Overview, Tail
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.untrusted import integer, number
 
 BINS = 500
-_OVER_STEPS = ("loss", "validation_loss", "samples_per_second", "step_seconds")
+_OVER_STEPS = ("loss", "validation_loss", "samples_per_second", "step_seconds", "grad_norm", "lr")
 _VALIDATION = "validation_"
-RANKS = 64  # limit for the plot of the ranks' phases: those with the lowest scores
+RANKS = 64  # limit for the chart of the ranks' phases: those with the lowest scores
 
 
 @dataclass
@@ -51,15 +54,14 @@ class Series:
         old.total += new.total
         old.count += new.count
 
-    def points(self) -> dict[str, Any]:
-        """x (steps), mean and, if steps share points, low and high: lists of equal length."""
+    def points(self) -> Points:
+        """x (steps), y (means) and, if steps share points, low and high; see `charts.Points`."""
         places = sorted(self._bins)
         bins = [self._bins[place] for place in places]
         middle = (self._width - 1) / 2
-        found: dict[str, Any] = {
-            "width": self._width,
+        found = {
             "x": [place * self._width + middle for place in places],
-            "mean": [_short(found.total / found.count) for found in bins],
+            "y": [_short(found.total / found.count) for found in bins],
         }
         if self._width > 1:
             found["low"] = [_short(found.low) for found in bins]
@@ -68,8 +70,8 @@ class Series:
 
 
 def _short(value: float) -> float:
-    """Round to the digits that a plot shows."""
-    return float(f"{value:.6g}")
+    """Round to the digits that a chart shows."""
+    return float(f"{value:.7g}")
 
 
 class LiveRun:
@@ -90,13 +92,15 @@ class LiveRun:
         self._series = {name: Series() for name in _OVER_STEPS}
         self._validation: dict[str, float] = {}
         self._torn = 0
+        self._clock, self._began = Series(), self._overview.began
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
 
     def _forget_ranks(self) -> None:
         self._exposed, self._score = Series(), Series()
         self._window: dict[str, Any] = {}
 
     def refresh(self) -> dict[str, Any]:
-        """Read new content of the files, at most a few MiB, and return the data of the page.
+        """Read new content of the files, at most a few MiB, and return the data of the pages.
 
         Raises:
             OSError: a file cannot be read.
@@ -105,9 +109,17 @@ class LiveRun:
         metrics, ranks = self._metrics.read(), self._ranks.read()
         self._add_metrics(metrics)
         self._add_ranks(ranks)
+        row, clock = self._overview.row(), self._clock.points()
+        running = row["state"] == "running"
+        left = remaining_seconds([*self._recent], row["total_steps"]) if running else None
         return {
-            **self._overview.row(),
-            "restarted": list(self._overview.restarts),
+            **row,
+            "remaining_seconds": left,
+            "clock": {"step": clock["x"], "seconds": clock["y"]},
+            "restarted": [
+                {**restart, "at_seconds": self._since_start(restart["time"])}
+                for restart in self._overview.restarts
+            ],
             "named_slow": list(self._overview.slow.values()),
             "validation": self._validation,
             "torn": self._torn,
@@ -120,14 +132,21 @@ class LiveRun:
             "window": self._shown_window(),
         }
 
+    def _since_start(self, when: float | None) -> float | None:
+        return None if when is None or self._began is None else when - self._began
+
     def _add_metrics(self, news: News) -> None:
         if news.restarted:
             self._forget_metrics()
         self._torn += news.torn
         for line in news.lines:
-            step = integer(line.get("step"))
+            step, when = integer(line.get("step")), number(line.get("time"))
             if step is None:
                 continue
+            if when is not None:
+                self._began = when if self._began is None else self._began
+                self._clock.add(step, when - self._began)
+                self._recent.append((step, when))
             for name, series in self._series.items():
                 value = number(line.get(name))
                 if value is not None:
@@ -145,9 +164,10 @@ class LiveRun:
             if step is None or not phases:
                 continue
             total = sum(map(sum, phases.values()))
-            if total > 0:
+            several = len(next(iter(phases.values()))) > 1
+            if several and total > 0:
                 self._exposed.add(step, sum(phases.get("comm_exposed", [])) / total)
-            if score:
+            if several and score:
                 self._score.add(step, min(score))
             self._window = {
                 "step": step,
@@ -159,33 +179,25 @@ class LiveRun:
             }
 
     def _shown_window(self) -> dict[str, Any] | None:
-        """Milliseconds per step in each phase of each rank, from the last line of ranks.jsonl."""
+        """Seconds per step in each phase of each rank, from the last line of ranks.jsonl."""
         window = self._window
         if not window:
             return None
         phases: dict[str, list[float]] = window["phases"]
         count = len(next(iter(phases.values())))
         score = window["score"] if len(window["score"]) == count else [1.0] * count
-        slowest = sorted(range(count), key=score.__getitem__)[:RANKS]
+        slowest = sorted(sorted(range(count), key=score.__getitem__)[:RANKS])
+        memory = window["device_memory_bytes"] if any(window["device_memory_bytes"]) else None
         return {
             "step": window["step"],
             "steps": window["steps"],
-            "phases": list(phases),
+            "labels": [f"{rank} {self._overview.host(rank)}" for rank in slowest],
+            "seconds": {
+                name: [seconds[rank] / window["steps"] for rank in slowest]
+                for name, seconds in phases.items()
+            },
             "all_ranks": count,
-            "ranks": [
-                {
-                    "rank": rank,
-                    "host": self._overview.host(rank),
-                    "milliseconds": [
-                        round(seconds[rank] / window["steps"] * 1e3, 4)
-                        for seconds in phases.values()
-                    ],
-                    "score": round(score[rank], 4),
-                    "host_memory_bytes": _value_of(window["host_memory_bytes"], rank),
-                    "device_memory_bytes": _value_of(window["device_memory_bytes"], rank),
-                }
-                for rank in sorted(slowest)
-            ],
+            "most_memory_bytes": max(memory or window["host_memory_bytes"], default=None),
         }
 
 
@@ -204,7 +216,3 @@ def _row(values: object) -> list[float]:
     row = [number(value) for value in values] if isinstance(values, list) else []
     known = [value for value in row if value is not None]
     return known if len(known) == len(row) else []
-
-
-def _value_of(values: list[float], rank: int) -> float | None:
-    return values[rank] if rank < len(values) else None

@@ -150,7 +150,8 @@ class Overview:
     """Summary of one run; `refresh` reads what was added to its files.
 
     Attributes:
-        restarts: each start after the first (the last SHOWN), from the events.
+        restarts: each start after the first step (the last SHOWN), from the events.
+        began: Unix time of the first start; None if it is unknown.
         slow: ranks that are currently reported as slow.
         reading: bytes of the events not read yet.
     """
@@ -161,6 +162,7 @@ class Overview:
         self._events = Tail(directory.events)
         self._last = LastLine(directory.metrics)
         self._manifest_path = directory.manifest
+        self._superseded = directory.superseded_metrics
         self._owner, self._launcher = Pulse(path / ".owner"), Pulse(path / ".launch.owner")
         self.reading = 0
         self._line: dict[str, Any] = {}
@@ -172,7 +174,10 @@ class Overview:
         self.restarts: deque[dict[str, Any]] = deque(maxlen=SHOWN)
         self.slow: dict[tuple[Any, Any], dict[str, Any]] = {}
         self._start: dict[str, Any] = {}
-        self._starts = 0
+        self.began: float | None = None
+        self._starts = self._restarts = 0
+        self._first = 0  # step of the first start
+        self._stepped = False
         self._checkpoints = 0
         self._saved: int | None = None
         self._end: int | None = None
@@ -192,6 +197,8 @@ class Overview:
 
     def _record(self, event: dict[str, Any]) -> None:
         kind = event.get("event")
+        if (integer(event.get("step")) or 0) > self._first and self._starts:
+            self._stepped = True
         if kind == "start":
             self._record_start(event)
         elif kind == "end":
@@ -217,11 +224,17 @@ class Overview:
         self._starts += 1
         self._end, self._early = None, False
         self.slow.clear()
-        if self._starts > 1:
+        if self._starts == 1:
+            when, seconds = number(event.get("time")), number(event.get("seconds"))
+            self.began = None if when is None else when - (seconds or 0.0)
+            self._first = integer(event.get("step")) or 0
+        elif self._stepped or (event.get("cause") == "launch" and self._superseded.exists()):
+            # Steps without an event: a new launch moved their lines to another file.
+            self._restarts += 1
             found = {name: event.get(name) for name in _START}
             self.restarts.append(
                 {
-                    "number": self._starts - 1,
+                    "number": self._restarts,
                     "cause": str(found["cause"] or "unknown"),
                     "source": str(found["source"] or "?"),
                     "step": integer(found["step"]),
@@ -247,7 +260,7 @@ class Overview:
             "samples_per_second": number(line.get("samples_per_second")),
             "ranks": integer(self._start.get("world_size") or self._manifest.get("world_size")),
             "hosts": len(self._hosts()) or None,
-            "restarts": max(0, self._starts - 1),
+            "restarts": self._restarts,
             "checkpoints": self._checkpoints,
             "saved_step": self._saved,
             "slow": len(self.slow),

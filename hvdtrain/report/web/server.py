@@ -1,39 +1,31 @@
 """`hvdtrain report --serve`: the server, its responses, and reports made in the background.
 
-The responses are three static files, the list of runs, a run, and its report.
+The responses are an HTML file, the list of runs, a page of one or several runs, and a report.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import json
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from importlib.resources import files
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
 from hvdtrain.errors import UserError
+from hvdtrain.report import html
+from hvdtrain.report.web import pages
 from hvdtrain.report.web.guard import guarded, refuse
 from hvdtrain.report.web.runs import Runs
 from hvdtrain.runtime.signals import leave_on_sigterm
 from hvdtrain.telemetry.bounded_server import App, BoundedServer, listen
 
 _KEPT = 4
-_STATIC = {
-    "/": ("view.html", "text/html"),
-    "/view.js": ("view.js", "text/javascript"),
-    "/view.css": ("view.css", "text/css"),
-}
-_PAGE_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
-)
-_REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_MOST_COMPARED = 8
 _POLICY_SUFFIX = "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _WAIT = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="refresh" content="2"><meta name="color-scheme" content="light dark">
@@ -88,7 +80,7 @@ class Reports:
             from hvdtrain.report.run import read
 
             run = read(path)
-            report.page = one(run, run_metrics(run))
+            report.page = html.document(one(run, run_metrics(run)))
         except UserError as error:
             report.problem = str(error)
         except Exception as error:
@@ -110,28 +102,29 @@ def _stamp(path: Path) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class _Answer:
-    content: bytes
+    content: str
     kind: str
     status: HTTPStatus = HTTPStatus.OK
-    policy: str = _PAGE_POLICY
+    policy: str = "default-src 'none'"
 
 
 def make_app(runs: Runs) -> App:
     """The WSGI application (PEP 3333)."""
     reports = Reports()
-    static = {path: (_static(name), kind) for path, (name, kind) in _STATIC.items()}
 
     def answer(path: str, query: Mapping[str, list[str]]) -> _Answer | None:
-        if path in static:
-            return _Answer(*static[path])
-        name = query.get("name", [""])[0]
+        if path == "/":
+            return _Answer(html.live_document(), "text/html", policy=html.policy(live=True))
+        names = query.get("name", [""])
         if path == "/api/runs":
-            return _json({"runs": runs.rows()})
+            return _json(pages.runs(runs.rows()))
         if path == "/api/run":
-            return _json(runs.run(name))
+            if len(names) > _MOST_COMPARED:
+                raise ValueError(f"at most {_MOST_COMPARED} runs can be compared")
+            return _json(pages.make({runs.path(name): runs.run(name) for name in names}))
         if path == "/report":
-            page = reports.page(runs.path(name))
-            return _Answer((page or _WAIT).encode(), "text/html", policy=_REPORT_POLICY)
+            page = reports.page(runs.path(names[0]))
+            return _Answer(page or _WAIT, "text/html", policy=html.policy())
         return None
 
     def app(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
@@ -140,8 +133,8 @@ def make_app(runs: Runs) -> App:
         try:
             query = parse_qs(environ.get("QUERY_STRING", ""), max_num_fields=64)
             found = answer(environ.get("PATH_INFO", ""), query)
-        except ValueError:
-            found = _problem(HTTPStatus.BAD_REQUEST, "invalid address")
+        except ValueError as error:
+            found = _problem(HTTPStatus.BAD_REQUEST, f"invalid address ({error})")
         except KeyError:
             found = _problem(HTTPStatus.NOT_FOUND, "no such run, or it was removed")
         except UserError as error:
@@ -155,9 +148,10 @@ def make_app(runs: Runs) -> App:
 
 
 def _send(start: Callable[..., Any], found: _Answer) -> list[bytes]:
+    content = found.content.encode()
     headers = [
         ("Content-Type", f"{found.kind}; charset=utf-8"),
-        ("Content-Length", str(len(found.content))),
+        ("Content-Length", str(len(content))),
         ("Content-Security-Policy", found.policy + _POLICY_SUFFIX),
         ("Cache-Control", "no-store"),
         ("Cross-Origin-Resource-Policy", "same-origin"),
@@ -165,19 +159,15 @@ def _send(start: Callable[..., Any], found: _Answer) -> list[bytes]:
         ("X-Content-Type-Options", "nosniff"),
     ]
     start(f"{found.status.value} {found.status.phrase}", headers)
-    return [found.content]
+    return [content]
 
 
 def _json(content: Any) -> _Answer:
-    return _Answer(json.dumps(content, allow_nan=False).encode(), "application/json")
+    return _Answer(html.dumps(content), "application/json")
 
 
 def _problem(status: HTTPStatus, why: str) -> _Answer:
-    return _Answer(json.dumps({"problem": why}).encode(), "application/json", status)
-
-
-def _static(name: str) -> bytes:
-    return files("hvdtrain.report.web").joinpath("static").joinpath(name).read_bytes()
+    return _Answer(html.dumps({"problem": why}), "application/json", status)
 
 
 def serve(path: Path, host: str, port: int) -> int:

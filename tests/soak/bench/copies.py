@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 
 from hvdtrain.bench.processes import BenchError
@@ -32,9 +33,9 @@ def copies(flags: Sequence[str], rounds: int) -> Report:
     with PinnedHosts() as hosts:
         root = hosts.shared / "runs"
         train = [
-            *(sys.executable, "-m", "hvdtrain.train", *flags, "--parallel.shard=4"),
+            *(sys.executable, "-m", "hvdtrain.train", *flags, "--parallel.shard.degree=4"),
             *(f"--checkpoint.memory.every={EVERY}", "--checkpoint.every=0", "--eval.every=0"),
-            *("--runtime.threads=1", "--telemetry.port=0", f"--train.steps={steps}"),
+            *("--runtime.threads=1", "--telemetry.port=0", f"--train.duration={steps}"),
             *(f"--run.root={root}", "--run.id=copies"),
         ]
         discovery = ["echo", "node1:2\nnode2:2"]
@@ -43,10 +44,7 @@ def copies(flags: Sequence[str], rounds: int) -> Report:
             raise BenchError(str(done))
         lines = [json.loads(line) for line in (root / "copies/metrics.jsonl").open()]
         shutil.rmtree(root)
-    seconds = {
-        line["step"]: line["time"] - before["time"]
-        for before, line in zip(lines, lines[1:], strict=False)
-    }
+    seconds = {line["step"]: line["time"] - before["time"] for before, line in pairwise(lines)}
     first = [EVERY * cycle for cycle in range(_WARM_UP_CYCLES, steps // EVERY)]
     costs, worst, plain = [], [], []
     for step in first:  # `step` takes the copy, the step after it sends it

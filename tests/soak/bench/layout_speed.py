@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hvdtrain.bench.benchmarks import ratios
 from hvdtrain.bench.processes import QUIET, launch, measure, on_threads
 from hvdtrain.bench.report import BenchMetric, Report
+from hvdtrain.runtime.mesh import key_of_degree
 from tests.soak.bench.worker import worker
 
 
@@ -15,7 +16,7 @@ def layout_speed(flags: Sequence[str], steps: int, rounds: int) -> Report:
     metrics, apart = [], {}
     for axis in ("shard", "pipeline", "tensor"):
         # Torch's pipeline leaves tied parameters to its user.
-        keys = [f"--parallel.{axis}=2", "--model.tied_embeddings=false"]
+        keys = [f"--{key_of_degree(axis)}=2", "--model.tied_embeddings=false"]
         command = worker("layout-speed", steps, [*flags, *QUIET, *keys], rounds)
         result = measure(launch("mpi", 2, on_threads(1, command)))
         own, theirs = result["seconds"]["hvdtrain"], result["seconds"]["torch"]

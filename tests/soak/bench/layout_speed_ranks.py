@@ -61,7 +61,7 @@ class TorchLoop:
         self._passes = config.batch.micro_batches // every
         size, steps = len(dataset), config.train.steps  # type: ignore[arg-type]
         order = sample_order(0, steps * config.batch.global_size, size, config.seed)
-        own = order.reshape(-1, config.batch.micro_size)[first::every]
+        own = order.reshape(-1, config.batch.micro_samples)[first::every]
         self._batches = iter(DataLoader(dataset, batch_sampler=own.tolist()))
 
     def run(self, steps: int) -> None:
@@ -89,7 +89,7 @@ def take_turns(settings: Settings, steps: int, rounds: int, directory: Path) -> 
         settings: one axis of `parallel` has all ranks.
     """
     config = settings.config
-    config.train.steps = _WARM_UP_STEPS + rounds * steps + 1  # it never ends
+    config.train.duration = _WARM_UP_STEPS + rounds * steps + 1  # it never ends
     axis = next(axis for axis, degree in config.parallel.degrees.items() if degree > 1)
     task, datasets = build_data(settings)
     app = AppLoop(settings, directory, (task, datasets))

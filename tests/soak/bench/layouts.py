@@ -13,6 +13,7 @@ from hvdtrain.bench.processes import MARK, attempt, choose_hosts, launch, on_thr
 from hvdtrain.errors import UserError
 from hvdtrain.launch.hostfile import Host, as_text, parse_hosts
 from hvdtrain.parallel.config import AXES
+from hvdtrain.runtime.mesh import key_of_degree
 from tests.soak.bench.layouts_report import Curve, LayoutsReport, Row
 
 _DATA, _LAYERS = "data", "layers"
@@ -119,7 +120,7 @@ def layouts(
         by_ranks.setdefault(ranks_of(layout), []).append(layout)
     if where.hosts:
         choose_hosts(where.hosts, max(n for n in (1, *by_ranks) if n <= where.most))
-    flags = [*flags, f"--train.steps={steps + 1}", *_QUIET]  # so that a run never ends
+    flags = [*flags, f"--train.duration={steps + 1}", *_QUIET]  # so that a run never ends
     depths = {_depth(layout): f"{_DATA} 1{_depth(layout)}" for layout in chosen}
     alone = dict(_curves([*depths.values()], 1, flags, steps, where))
     for failed in (curve for curve in alone.values() if isinstance(curve, str)):
@@ -177,8 +178,8 @@ def _spread(hosts: str, ranks: int) -> str:
 
 def _flags_of(layout: str) -> list[str]:
     keys = {key: value for key, value in keys_of(layout).items() if key != _DATA}
-    rooms = {key: "model" if key == _LAYERS else "parallel" for key in keys}
-    return [f"--{rooms[key]}.{key}={value}" for key, value in keys.items()]
+    names = {_LAYERS: f"model.{_LAYERS}", "zero": "parallel.shard.stage"}
+    return [f"--{names.get(key) or key_of_degree(key)}={value}" for key, value in keys.items()]
 
 
 def _reason(lines: Sequence[str]) -> str:

@@ -2,8 +2,8 @@
 
 All loaders do the same work: they read the members of the shards, turn the bytes of each sample
 into a tensor of tokens, and collate micro-batches. They take turns, in this process, with the same
-number of workers. All read the shards one after the other; "TarShards" also shuffles, by reading samples
-by their numbers with loader.order sequential.
+number of workers. All read the shards one after the other; "TarShards" also shuffles, by reading
+samples by their numbers with loader.order sequential.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def _scrape(settings: Settings, _: int, rounds: int, directory: Path) -> dict[st
     """Measure this process's CPU seconds for one scrape by another process."""
     from hvdtrain.bench.app import AppLoop
 
-    settings.config.train.steps = WARM_UP_STEPS
+    settings.config.train.duration = WARM_UP_STEPS
     app = AppLoop(settings, directory)
     app.run(WARM_UP_STEPS)
     address = f"127.0.0.1:{app.exporter.port}" if app.exporter else ""
@@ -49,7 +49,7 @@ def _telemetry(settings: Settings, steps: int, rounds: int, directory: Path) -> 
     from hvdtrain.engine.callbacks.log import Export
     from hvdtrain.engine.callbacks.stragglers import DetectStragglers
 
-    settings.config.train.steps = WARM_UP_STEPS + 2 * rounds * steps + 1  # it never ends
+    settings.config.train.duration = WARM_UP_STEPS + 2 * rounds * steps + 1  # it never ends
     app = AppLoop(settings, directory)
     app.run(WARM_UP_STEPS)
     callbacks = {"with": app.every_callback}

@@ -160,7 +160,7 @@ def _run(mistake: Loop, root: Path) -> None:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if mistake is optimizer_with_closure:
         optimizer = torch.optim.LBFGS(model.parameters())
-    keys = {"train.steps": 3, "batch.global_size": 8, "batch.micro_size": 2, "telemetry.port": 0}
+    keys = {"train.duration": 3, "batch.global_size": 8, "batch.micro_size": 2, "telemetry.port": 0}
     keys |= {"run.root": root, "run.id": mistake.__name__}
     with hvdtrain.training(model, optimizer, [*torch.ones(64, 4)], config=keys) as training:
         mistake(training, model, optimizer)

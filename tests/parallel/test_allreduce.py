@@ -123,7 +123,7 @@ def test_step_after_an_interrupted_one_reduces_complete_groups(
     layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
     named = [(f"{forget}.{number}", layer.weight) for number, layer in enumerate(layers)]
     plain = torch.optim.SGD([weight for _, weight in named], lr=1.0)
-    optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, num_groups=1)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, groups=1)
     layers[0](torch.ones(1)).sum().backward()  # interrupted: the other gradient is missing
     if forget == "abandon_step":
         optimizer.abandon_step()
@@ -142,7 +142,7 @@ def test_hooks_of_the_optimizer_do_not_hash_whole_groups(
 ) -> None:
     named = [(f"hashed.{number}", torch.nn.Parameter(torch.ones(1))) for number in range(20)]
     plain = torch.optim.SGD([weight for _, weight in named], lr=1.0)
-    optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, num_groups=1)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, groups=1)
     loss = sum(weight for _, weight in named)
     hashed = []
     original = torch.Tensor.__hash__

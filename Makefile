@@ -54,7 +54,7 @@ EDITABLE := --config-settings editable_mode=compat -e
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c $(VENV)/constraints.txt
 # Not $(shell ...): the recipe's PATH decides which mpirun this is.
 MPIRUN = $$($(BIN)/python -c 'from hvdtrain.launch.commands import mpirun; print(*mpirun($(1), []))')
-WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
+WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*)
 
 .PHONY: train test setup test-fast test-shared test-alone test-gloo test-mpi test-smoke test-newest-torch matrix soak chaos plan-check exchange-check dev-bench recorded-runs images gpu-check gpu-kit docs docs-site lint clean
 .NOTPARALLEL:

@@ -1,4 +1,4 @@
-"""`hvdtrain horovod build` and `hvdtrain horovod check`."""
+"""`hvdtrain horovod build`, `check` and `source`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     builder.add_argument("--install", action="store_true", help="install the wheel here as well")
     builder.add_argument("--verbose", action="store_true", help="show the compiler's output")
     actions.add_parser("check", help="all-reduce on 2 ranks of this machine, on each controller")
+    source = actions.add_parser("source", help="write the patched source, to build it otherwise")
+    source.add_argument("directory", type=Path, metavar="DIR", help="a new or empty directory")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.action == "check":
         return check.run()
     leave_on_sigterm()
+    if args.action == "source":
+        build.write_source(args.directory)
+        print(args.directory)
+        return 0
     wheel = build.build(args.gpu, not args.without_mpi, args.wheel_dir, args.verbose)
     if args.install:
         build.install(wheel)

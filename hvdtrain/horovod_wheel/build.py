@@ -169,6 +169,32 @@ def download(directory: Path) -> Path:
     return archive
 
 
+def write_source(directory: Path) -> None:
+    """Write Horovod's patched source into `directory`, for other builds than `build`.
+
+    Its version, such as 0.28.1+p01234567, tells hvdtrain which patches it has.
+
+    Raises:
+        UserError: `directory` is a file or not empty, or `patch` is not installed.
+        BuildError: the source cannot be downloaded or written.
+    """
+    try:
+        if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+            raise UserError(f"{directory} is not an empty directory: name a new one")
+        if shutil.which("patch") is None:
+            raise UserError(f"patch is not installed: {how_to_install(['patch'])}")
+        with tempfile.TemporaryDirectory() as name:
+            scratch = Path(name)
+            say(f"downloading the source of horovod {recipe.VERSION}")
+            source = unpack_and_patch(download(scratch), scratch)
+            version = source / "horovod" / "__init__.py"
+            text = version.read_text()
+            version.write_text(text.replace(recipe.VERSION, recipe.source_version()))
+            shutil.copytree(source, directory, symlinks=True, dirs_exist_ok=True)
+    except OSError as error:
+        raise BuildError(f"cannot write the source into {directory}: {error}") from error
+
+
 def unpack_and_patch(archive: Path, directory: Path) -> Path:
     """Unpack the sdist into `directory` and apply every patch; return the source directory.
 

@@ -52,7 +52,7 @@ class Recipe:
     def local_version(self) -> str:
         mpi = [self.mpi, "gloo", "mpi"] if self.mpi else ["gloo"]
         gpu = [f"gpu{self.gpu}"] if self.gpu != "none" else []
-        parts = [f"torch{self.torch}", *mpi, *gpu, f"p{self._digest()}"]
+        parts = [f"torch{self.torch}", *mpi, *gpu, f"p{digest()}"]
         return re.sub(r"[^a-z0-9]+", ".", ".".join(parts).lower())
 
     @property
@@ -73,17 +73,27 @@ class Recipe:
         platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
         return f"horovod-{self.version}-{python}-{python}*-{platform}.whl"
 
-    def _digest(self) -> str:
-        content = hashlib.sha256(f"{SDIST_SHA256} {sorted(_ENVIRONMENT.items())}".encode())
-        for patch in patches():
-            content.update(patch.name.encode() + patch.read_bytes())
-        return content.hexdigest()[:8]
+
+def digest() -> str:
+    """8 hexadecimal digits that change with the source, the build variables and the patches.
+
+    The headers of the patches are not included: they do not change what is compiled.
+    """
+    content = hashlib.sha256(f"{SDIST_SHA256} {sorted(_ENVIRONMENT.items())}".encode())
+    for patch in patches():
+        content.update(patch.read_bytes().partition(b"\n--- ")[2])
+    return content.hexdigest()[:8]
+
+
+def source_version() -> str:
+    """The version of the patched source, e.g. 0.28.1+p01234567."""
+    return f"{VERSION}+p{digest()}"
 
 
 def is_ours() -> bool:
-    """Whether the installed Horovod was built by this recipe, with these patches."""
+    """Whether the installed Horovod has exactly the patches of this hvdtrain."""
     version = installed_version("horovod")
-    return version is not None and version.endswith(f".p{Recipe('', '')._digest()}")
+    return version is not None and re.split(r"[+.]", version)[-1] == f"p{digest()}"
 
 
 def installed_version(package: str) -> str | None:
@@ -112,8 +122,8 @@ def described(version: str) -> str:
 
 
 def patches() -> list[Path]:
-    """The patches in the order in which they are applied."""
-    return sorted(PATCHES.glob("*.patch"))
+    """The patches in the order in which they are applied, which quilt also reads from `series`."""
+    return [PATCHES / name for name in (PATCHES / "series").read_text().split()]
 
 
 def detect(gpu: str = "none", mpi: bool = True) -> Recipe:

@@ -1,14 +1,20 @@
-"""Horovod's all-reduce: patches 0023-mpi-ring, 0024-one-buffer, 0030-gloo-float16-assignment."""
+"""Horovod's all-reduce and its optimizer: patches 0012, 0019, 0023, 0024, 0029 and 0030."""
 
 from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
 
 import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor
 
+from hvdtrain.runtime.init import controller
 from hvdtrain.runtime.mesh import Topology
 
+MIB = 2**20
 # Elements of a segment of the ring over MPI, as float32.
 SEGMENT = 61440 // 4
 SIZES = {
@@ -81,3 +87,67 @@ def test_tensors_in_one_buffer_are_summed_like_separate_ones(
         expected = sum(_of(rank + number, len(tensor), torch.float32) for rank in ranks)
         assert torch.equal(tensor, expected)
     assert int((memory == 9.0).sum()) == 80000 - sum(COUNTS)  # memory around them was not written
+
+
+def test_contiguous_tensors_are_not_copied_into_a_buffer(topology: Topology) -> None:
+    if controller() != "gloo":
+        pytest.skip("MPI allocates memory of its own")
+    tensors = list(torch.zeros(4, 6 * MIB // 4))
+    before = _anonymous_bytes()
+    hvd.grouped_allreduce_(tensors, op=hvd.Max, name="resident")
+    # A copy would make 24 MiB of the buffer's pages resident.
+    assert _anonymous_bytes() - before < 12 * MIB
+
+
+def _anonymous_bytes() -> int:
+    """Resident memory of this process, without files and shared memory."""
+    (line,) = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(line) * 1024
+
+
+@pytest.mark.skipif("f16c" not in Path("/proc/cpuinfo").read_text(), reason="no float16 processor")
+def test_gloo_sums_float16_with_instructions_of_the_processor(topology: Topology) -> None:
+    if controller() != "gloo" or os.environ.get("HOROVOD_SHARED_MEMORY") != "0":
+        pytest.skip("MPI and shared memory sum float16 with other code")
+    # Software keeps one NaN, 0x7fff; the processor keeps the NaN that it got.
+    nan = torch.full((64 * topology.world_size,), 0x7E00, dtype=torch.int16).view(torch.float16)
+    own = nan if topology.rank == 0 else torch.ones_like(nan)
+    found = hvd.allreduce(own, op=hvd.Sum, name="not a number")
+    assert set(found.view(torch.int16).tolist()) == {0x7E00}
+
+
+@pytest.mark.parametrize("forget", ["abandon_step", "load_state_dict"])
+def test_step_after_an_interrupted_one_reduces_complete_groups(
+    topology: Topology, forget: str
+) -> None:
+    layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    named = [(f"{forget}.{number}", layer.weight) for number, layer in enumerate(layers)]
+    plain = torch.optim.SGD([weight for _, weight in named], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, num_groups=1)
+    layers[0](torch.ones(1)).sum().backward()  # interrupted: the other gradient is missing
+    if forget == "abandon_step":
+        optimizer.abandon_step()
+    else:
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    value = torch.tensor([topology.rank + 1.0])
+    sum(layer(value) for layer in layers).sum().backward()
+    optimizer.synchronize()
+    mean = sum(rank + 1.0 for rank in range(topology.world_size)) / topology.world_size
+    assert [weight.grad.item() for _, weight in named] == [mean, mean]
+
+
+def test_hooks_of_the_optimizer_do_not_hash_whole_groups(
+    topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = [(f"hashed.{number}", torch.nn.Parameter(torch.ones(1))) for number in range(20)]
+    plain = torch.optim.SGD([weight for _, weight in named], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, num_groups=1)
+    loss = sum(weight for _, weight in named)
+    hashed = []
+    original = torch.Tensor.__hash__
+    monkeypatch.setattr(torch.Tensor, "__hash__", lambda t: hashed.append(1) or original(t))
+    loss.backward()
+    monkeypatch.undo()
+    optimizer.synchronize()
+    assert len(hashed) < 20 * len(named)  # a hook that hashes its group adds 20 for each look-up

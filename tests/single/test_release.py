@@ -53,6 +53,15 @@ def test_wheel_contains_exactly_the_package_files(built: Path) -> None:
     assert packed == there
 
 
+def test_description_of_the_wheel_has_no_links_into_the_repository(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    metadata = zipfile.ZipFile(wheel).read(f"hvdtrain-{VERSION}.dist-info/METADATA").decode()
+    described = metadata.partition("\n\n")[2]
+    assert described.startswith("# hvdtrain") and len(described) > 2000
+    links = re.findall(r"\]\(([^)]*)\)", described)
+    assert [link for link in links if not link.startswith("https://")] == []
+
+
 def test_wheel_installs_into_an_empty_environment(built: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     call([sys.executable, "-m", "venv", "--without-pip", empty], tmp_path)

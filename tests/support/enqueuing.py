@@ -14,7 +14,6 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousServer
 
-RANKS = 3
 _GLOO = {
     "HOROVOD_CONTROLLER": "gloo",
     "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -29,6 +28,9 @@ _MOST = 20_000  # number of waiting tensors
 def kill_one(seconds: float, timeout: float, process_sets: bool) -> list[str]:
     """Kill the last of the ranks while all of them enqueue.
 
+    Without process sets one of four ranks is not next to the killed rank in a ring: it gets its
+    error only if its neighbors close their connections (patch 0003).
+
     Args:
         seconds: between the first all-reduce and the kill.
         timeout: time limit for each of the other ranks to get an error.
@@ -37,21 +39,23 @@ def kill_one(seconds: float, timeout: float, process_sets: bool) -> list[str]:
     Returns:
         The name of the error of each other rank; "waits" if it got none.
     """
+    size = 3 if process_sets else 4
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.enqueuing"])
     secret = secrets.token_hex(32)
     server = RendezvousServer(0, secret)
     port = server.start()
-    server.init([SlotInfo("localhost", r, r, 0, RANKS, RANKS, 1) for r in range(RANKS)])
+    server.init([SlotInfo("localhost", r, r, 0, size, size, 1) for r in range(size)])
     env = {
         **_GLOO,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         "HOROVOD_RENDEZVOUS_SECRET": secret,
         "HOROVOD_DYNAMIC_PROCESS_SETS": str(int(process_sets)),
+        "HOROVOD_SHARED_MEMORY": str(int(process_sets)),  # a ring requires sockets
     }
-    pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
     ranks = [
-        context.Process(target=_enqueue, args=(rank, env, end, process_sets), daemon=True)
+        context.Process(target=_enqueue, args=(rank, size, env, end, process_sets), daemon=True)
         for rank, (_, end) in enumerate(pipes)
     ]
     heard = [pipe for pipe, _ in pipes]
@@ -69,8 +73,10 @@ def kill_one(seconds: float, timeout: float, process_sets: bool) -> list[str]:
         server.stop()
 
 
-def _enqueue(rank: int, env: dict[str, str], end: Connection, process_sets: bool) -> None:
-    place = {"rank": rank, "size": RANKS, "local_rank": rank, "local_size": RANKS}
+def _enqueue(
+    rank: int, size: int, env: dict[str, str], end: Connection, process_sets: bool
+) -> None:
+    place = {"rank": rank, "size": size, "local_rank": rank, "local_size": size}
     os.environ |= env | {f"HOROVOD_{k.upper()}": str(v) for k, v in place.items()}
     os.environ |= {"HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1"}
     torch.set_num_threads(1)

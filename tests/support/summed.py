@@ -35,6 +35,10 @@ def main() -> None:
                 assert torch.equal(got.long(), expected), (size, dtype, op)
             several = hvd.grouped_allreduce([own, own + 1], op=hvd.Sum, name=f"{size}.{dtype}")
             assert torch.equal(several[1].long(), of_ranks.sum(0) + topology.world_size)
+    # The ranks of a host cancel each other. In a ring through all ranks, the ones would be lost in
+    # float32 wherever they are added to 1e8 first.
+    value = torch.full((600_011,), (1e8, -1e8)[topology.rank] if topology.rank < 2 else 1.0)
+    assert set(hvd.allreduce(value, op=hvd.Sum, name="hosts").tolist()) == {2.0}
     hvd.barrier()
     if topology.rank == 0:
         print(f"right on {topology.world_size} ranks")

@@ -74,5 +74,7 @@ def test_loss_of_each_target_matches_torch_and_has_no_gradient(
 
 def test_flops_of_a_large_vocabulary_can_be_counted() -> None:
     logits = torch.empty(128, 50304, device="meta", requires_grad=True)
-    vocabulary.cross_entropy(logits * 1, torch.empty(128, dtype=torch.long, device="meta")).backward()
+    vocabulary.cross_entropy(
+        logits * 1, torch.empty(128, dtype=torch.long, device="meta")
+    ).backward()
     assert logits.grad is not None and logits.grad.shape == logits.shape

@@ -33,7 +33,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, each: Tensor | None = None) -
         losses = F.cross_entropy(logits, targets, reduction="none")
         each.copy_(losses.detach().view_as(each))
         return losses.mean()
-    if torch.is_autocast_enabled(logits.device.type):
+    device = logits.device.type  # may be "meta", to count FLOPs
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         logits = logits.float()  # as torch's cross_entropy does under autocast
     return _CrossEntropyInPlace.apply(logits, targets, each)
 

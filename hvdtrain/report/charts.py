@@ -27,8 +27,8 @@ _PHASES = {
 }
 
 Chart = dict[str, Any]
-# x, y and, if several values share a point, low and high: lists of equal length.
-Points = dict[str, list[float]]
+# x, y and, if several values share a point, low and high: lists of equal length; None is unknown.
+Points = dict[str, list[Any]]
 
 
 @dataclass(frozen=True)

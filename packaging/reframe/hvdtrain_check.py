@@ -33,7 +33,7 @@ class HvdtrainTwoRanks(rfm.RunOnlyRegressionTest):
 
     @run_before("run")
     def set_options(self):
-        train = f"hvdtrain train --config gpt-nano --train.steps {STEPS} --eval.every 0"
+        train = f"hvdtrain train --config gpt-nano --train.duration {STEPS} --eval.every 0"
         train += " --checkpoint.every 0 --telemetry.port 0 --run.root . --run.id run"
         self.executable_opts = ["-np", "2", f"--{self.controller}", *train.split()]
 

@@ -70,3 +70,11 @@ def test_loss_of_each_target_matches_torch_and_has_no_gradient(
     assert not each.requires_grad
     gradient, wanted = (torch.autograd.grad(x, logits)[0] for x in (loss, expected.mean()))
     torch.testing.assert_close(gradient, wanted)
+
+
+def test_flops_of_a_large_vocabulary_can_be_counted() -> None:
+    logits = torch.empty(128, 50304, device="meta", requires_grad=True)
+    vocabulary.cross_entropy(
+        logits * 1, torch.empty(128, dtype=torch.long, device="meta")
+    ).backward()
+    assert logits.grad is not None and logits.grad.shape == logits.shape

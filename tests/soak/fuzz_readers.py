@@ -43,6 +43,7 @@ from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.state import FORMAT, RunState
 from hvdtrain.errors import UserError
 from hvdtrain.launch.hostfile import parse_hosts, read_hostfile, tasks_per_node
+from hvdtrain.report.web import pages
 from hvdtrain.report.web.live import LiveRun
 from hvdtrain.run_files import owner_token
 from hvdtrain.run_files.host_records import (
@@ -211,12 +212,12 @@ def run_directory(root: Path, data: DataObject) -> None:
             for form in ("text", "json"):
                 cli.main([command, str(run), "--format", form])
         cli.main(["report", str(run), "--format", "json"])
-        if data.draw(st.integers(0, 20)) == 0:  # drawing takes long
-            cli.main(["report", str(run)])
+        cli.main(["report", str(run)])
+        cli.main(["report", str(run), str(run)])
         cli.main(["audit", "--same", str(run), str(run)])
     list(runs_under(run.parent))
     live = LiveRun(run)
-    json.dumps(live.refresh())
+    json.dumps(pages.make({run: live.refresh()}))
     run_progress.newest_step(run)
     run_progress.made_steps(run, 0.0)
     run_progress.last_errors(run, 0.0)

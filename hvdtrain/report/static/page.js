@@ -207,7 +207,11 @@ function makePlot(shared, small) {
           size: 16 + 7 * Math.min(14, Math.max(4, ...spec.labels.map(({ length }) => length))) }),
           axis("", (v) => number(v, 10), { side: 2, size: 26, space: 60 })], cursor: { x: false, y: false, drag: { setScale: false } } };
     }
-    return { ...common, hooks: { drawClear: make === heat ? [drawCells] : [], draw: [drawMarks] },
+    // A line takes its band, and the recorded values below a smoothed line, with it.
+    const follow = (u, at, { show }) => {
+      for (let i = at + 1; known(show) && series[i]?.class === "helper"; i++) if (u.series[i].show !== show) u.setSeries(i, { show });
+    };
+    return { ...common, hooks: { drawClear: make === heat ? [drawCells] : [], draw: [drawMarks], setSeries: [follow] },
       scales: { x: { time: false, distr: isLog("x") ? 3 : 1, log: spec.x === "bytes" || spec.x === "ranks" ? 2 : 10 },
         y: make === heat ? { dir: -1, ...onRanks } : { distr: isLog("y") ? 3 : 1, range: yRange }, score: { range: [0, 1] } },
       axes: [xAxis(), axis("", make === heat ? labels : (v) => number(v, 10), { size: 58, space: make === heat ? 18 : 34,

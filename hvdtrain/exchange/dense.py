@@ -156,11 +156,12 @@ class BucketMemory:
 
         The sum is rounded like autograd's own. None counts as zeros.
         """
-        place, before = self._place_of[parameter], parameter.grad
-        if before is not None and gradient is not None:
-            torch.add(before, gradient, out=place)
-        elif before is not None or gradient is not None:
-            place.copy_(gradient if before is None else before)
+        place = self._place_of[parameter]
+        terms = [term for term in (parameter.grad, gradient) if term is not None]
+        if len(terms) == 2:
+            torch.add(terms[0], terms[1], out=place)
+        elif terms:
+            place.copy_(terms[0])
         else:
             place.zero_()
         parameter.grad = None

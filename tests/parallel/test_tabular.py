@@ -81,7 +81,7 @@ def test_ranks_find_the_same_columns_as_one_rank(topology: Topology, tmp_path: P
     settings = parse([*KEYS, "--data.train", str(file)])
     task, datasets = build_data(settings)
     config = settings.task_config
-    alone = scan_columns(config, *open_training(config, Alone()), Alone())
+    alone = scan_columns(config.tabular, *open_training(config, Alone()), Alone())
     assert task._data.columns == alone  # type: ignore[attr-defined]
     fingerprint = datasets.fingerprint
     assert broadcast_json(fingerprint, "fingerprint") == fingerprint

@@ -409,6 +409,14 @@ class Generation:
             persistent.recent,
         )
         callbacks = build_callbacks(self._config, self._components, outputs, context)
+        idle = context.mesh.data.size - self._config.batch.micro_batches
+        if idle > 0 and self._topology.rank == 0:
+            logger.info(
+                "a step has %s for %s: %d without work; decrease batch.micro_size",
+                plural(self._config.batch.micro_batches, "micro-batch", "micro-batches"),
+                plural(context.mesh.data.size, "rank"),
+                idle,
+            )
         if cause.name == "launch" and self._topology.rank == 0 and (size := self._shard_bytes()):
             from hvdtrain.engine.callbacks.copies import log_memory
 

@@ -208,7 +208,7 @@ def _replace(
         names = " and ".join(f"{old} {shown(given[old])}" for old in rule.old if old in given)
         other = current(rule.new)
         if value is None and rule.value is not None:
-            notes.append(f"{names}: omit it, see {rule.new}")
+            notes.append(f"{names} has no effect now: set {rule.new}")
             continue
         if other is not _MISSING and other != value and not rule.wins:
             raise UserError(
@@ -241,7 +241,8 @@ def _get(content: Mapping[str, Any], key: str) -> Any:
 
 def _remove(content: dict[str, Any], key: str) -> None:
     """Remove a key, and the groups that are then empty."""
-    content.pop(key, None)
+    if content.pop(key, _MISSING) is not _MISSING:
+        return
     for parent, inner in [*content.items()]:
         if isinstance(inner, dict) and key.startswith(f"{parent}."):
             _remove(inner, key[len(str(parent)) + 1 :])

@@ -38,7 +38,7 @@ class ShardConfig:
     def __post_init__(self) -> None:
         for name in ("degree", "copies"):
             value = getattr(self, name)
-            require(value >= 1, f"parallel.shard.degree.{name} must be >= 1, not {value}")
+            require(value >= 1, f"parallel.shard.{name} must be >= 1, not {value}")
 
     @property
     def of_optimizer(self) -> bool:

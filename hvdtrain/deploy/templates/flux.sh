@@ -3,7 +3,7 @@
 # it should train:
 #   flux batch {{ file }}
 # Arguments after the file name are passed to hvdtrain.train; options of flux batch come before it
-# and take precedence over the options below.
+# and take precedence over the options below, except when the script submits itself again.
 #flux: --job-name={{ job.name }}
 #flux: --nodes={{ job.nodes }} --exclusive
 {% if job.cpus or job.gpus %}

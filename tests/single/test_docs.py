@@ -31,7 +31,7 @@ PAGES = [
     *(*GUIDES, REPOSITORY / "CONTRIBUTING.md"),
     *(REPOSITORY / "CHANGELOG.md", REPOSITORY / "SECURITY.md"),
     *(REPOSITORY / "slurm/README.md", REPOSITORY / "docker/README.md"),
-    REPOSITORY / "docker/prometheus/runbook.md",
+    *(REPOSITORY / "packaging/README.md", REPOSITORY / "docker/prometheus/runbook.md"),
 ]
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 

@@ -20,6 +20,7 @@ from hvdtrain.audit.report import audit
 from hvdtrain.report import html, units
 from hvdtrain.report.charts import COLUMNS, clock, heat, of_runs, to_points
 from hvdtrain.report.metrics import remaining_seconds
+from hvdtrain.report.texts import differences
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership
 from tests.support.browser import content, show, tab
@@ -373,6 +374,14 @@ def test_two_runs_are_compared(
     assert shown.count(BLUE) > 300 and shown.count(ORANGE) > 300
     assert cli.main(["report", str(history.directory), str(other.directory)]) == 0
     assert (other.directory / "compare.html").exists()
+
+
+def test_difference_of_configurations_compares_old_keys_by_their_current_names() -> None:
+    old = "train: {steps: 400}\nloader: {prefetch: 2}\nrun: {id: a}\noptim: {lr: 0.1}"
+    new = "train: {duration: 400}\nrun: {id: b}\noptim: {lr: 0.2}"
+    assert differences({"A": old, "B": new}).rows == [["optim.lr", "0.1", "0.2"]]
+    for nothing in ("", "[1]", "{}", "a: ["):
+        assert differences({"A": nothing, "B": nothing}).rows == []
 
 
 def _without_events(history: History) -> None:

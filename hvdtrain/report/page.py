@@ -151,11 +151,13 @@ def _loss(metrics: Metrics) -> Tile:
 
 
 def _throughput(metrics: Metrics) -> Tile:
-    mfu = metrics["median_mfu"]
+    label, mfu = "Throughput, median", metrics["median_mfu"]
+    if metrics["median_samples_per_second"] is None:
+        return tile(label, units.UNKNOWN, "no steps")
     below = f"{units.seconds(metrics['median_step_seconds'])} per step"
     below += f", {units.percent(mfu)} of the peak FLOP/s" if mfu is not None else ""
     speed = units.number(metrics["median_samples_per_second"])
-    return tile("Throughput, median", f"{speed} samples/s", below)
+    return tile(label, f"{speed} samples/s", below)
 
 
 def _communication(metrics: Metrics) -> Tile:

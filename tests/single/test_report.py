@@ -288,10 +288,12 @@ def test_zoom_axes_and_smoothing_apply_to_all_charts(history: History, tmp_path:
         assert page.value(pressed) == "true"
         page.value(
             "URL.createObjectURL = (blob) => { blob.text().then((text) => { window.csv = text; });"
-            "return '#'; }"
+            "return '#'; };"
+            "HTMLAnchorElement.prototype.click = function () { window.file = this.download; }"
         )
         page.value("document.querySelectorAll('.chart .tools button')[1].click()")
         page.wait("window.csv", 10, "CSV")
+        assert page.value("window.file") == "run-loss.csv"
         rows = page.value("window.csv").splitlines()
         assert rows[0] == "step,training,validation" and rows[6] == "6,10,11"
         assert not page.complaints

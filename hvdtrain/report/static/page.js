@@ -202,7 +202,9 @@ function makePlot(shared, above) {
     };
     const yRange = (u, low, high) => {
       if (!known(low)) return [0, 1];
-      if (isLog("y")) return low > 0 && low < high ? [digit(low, Math.floor), digit(high, Math.ceil)] : uPlot.rangeLog(low, high, 10, false);
+      // Within a decade, uPlot's range up to the next power of ten would leave half of the plot empty.
+      const narrow = low > 0 && low < high && high < 10 * low;
+      if (isLog("y")) return narrow ? [digit(low, Math.floor), digit(high, Math.ceil)] : uPlot.rangeLog(low, high, 10, false);
       return uPlot.rangeNum(spec.zero ? Math.min(0, low) : low, high, 0.08, true);
     };
     const labels = (v) => (Number.isInteger(v) ? spec.labels?.[v] ?? String(v) : "");
@@ -296,7 +298,8 @@ function makeChart(shared) {
   logs.addEventListener("click", () => { plots[0].toggleLog(); logs.setAttribute("aria-pressed", plots[0].log); });
   save.addEventListener("click", () => {
     const url = URL.createObjectURL(new Blob([plots[0].csv()], { type: "text/csv" }));
-    el("a", { href: url, download: `${title.textContent.toLowerCase().replaceAll(" ", "-")}.csv` }).click();
+    const name = `${document.title.replace(" – hvdtrain", "")} ${title.textContent.toLowerCase()}.csv`;
+    el("a", { href: url, download: name.replaceAll(" ", "-") }).click();
     setTimeout(() => URL.revokeObjectURL(url), 1000);
   });
   node.addEventListener("toggle", () => plots.forEach((one) => one.draw()));
@@ -363,7 +366,8 @@ function makePage() {
   const tools = el("div", { class: "tools bar" }, el("label", {}, "x axis ", axis), el("label", {}, "smoothing ", slider),
     el("span", { class: "note hint" }, "Drag to zoom, double-click to reset."));
   const grid = el("div", { class: "charts" }), folded = el("div", { class: "texts" });
-  const node = el("div", {}, links.node, head.node, tiles.node, notes.node, first.node, el("div", {}, tools, grid), last.node, folded);
+  const charted = el("div", {}, tools, grid);
+  const node = el("div", {}, links.node, head.node, tiles.node, notes.node, first.node, charted, last.node, folded);
   const redraw = () => [...charts.values()].forEach(({ plots }) => plots.forEach((one) => one.redraw()));
   const draw = () => [...charts.values()].forEach(({ plots }) => plots.forEach((one) => one.draw()));
   axis.addEventListener("change", () => { shared.time = axis.value === "time"; redraw(); });

@@ -46,6 +46,8 @@ class StepMetric:
         return series(self.name, scaled(points, self.factor), self.color)
 
 
+# Metrics that each line has, unless the value is not finite.
+DENSE = ("loss", "grad_norm")
 STEP_METRICS = {
     "loss": StepMetric("Loss", "", "training", BLUE, zero=False),
     "validation_loss": StepMetric("Validation loss", "", "validation", ORANGE, zero=False),
@@ -67,7 +69,7 @@ def of_run(metrics: Mapping[str, Points]) -> dict[str, Chart]:
             drawn.append(STEP_METRICS["validation_loss"].series(metrics.get("validation_loss")))
         elif key == "validation_loss":
             continue
-        chart = lines(shown.title, shown.unit, drawn, zero=shown.zero, wide=key == "loss")
+        chart = _over_steps(key, drawn)
         if chart["series"]:
             found[key] = chart
     return found
@@ -88,7 +90,7 @@ def of_runs(runs: Mapping[str, Mapping[str, Points]]) -> list[Chart]:
             for at, (name, metrics) in enumerate(runs.items())
             for color in (PALETTE[at % len(PALETTE)],)
         ]
-        chart = lines(shown.title, shown.unit, drawn, zero=shown.zero, wide=key == "loss")
+        chart = _over_steps(key, drawn)
         if not chart["series"]:
             continue
         first, *others = drawn
@@ -98,12 +100,21 @@ def of_runs(runs: Mapping[str, Mapping[str, Points]]) -> list[Chart]:
             )
             for b in others
         ]
-        every = [x for one in drawn for x in one["x"]]
-        chart["difference"] = lines("", shown.unit, apart, span=[min(every), max(every)])
+        chart["difference"] = lines("", shown.unit, apart)
         absent = [one["name"] for one in drawn if not one["x"]]
         chart["caption"] = f"Unknown for {', '.join(absent)}." if absent else ""
         found.append(chart)
     return found
+
+
+def _over_steps(key: str, drawn: list[Chart]) -> Chart:
+    """Make the chart of a metric; long steps make the axis of the step time logarithmic."""
+    shown = STEP_METRICS[key]
+    chart = lines(shown.title, shown.unit, drawn, zero=shown.zero, wide=key == "loss")
+    every = [y for one in drawn for y in (*one["y"], *one.get("high", ())) if y is not None]
+    if key == "step_seconds" and every and min(every) > 0:
+        chart |= {"log": "y"} if max(every) > 10 * float(np.median(every)) else {}
+    return chart
 
 
 def _without_bands(metrics: Mapping[str, Points]) -> dict[str, Points]:
@@ -116,7 +127,8 @@ def _difference(a: Chart, b: Chart) -> Points:
         return {"x": [], "y": []}
     (x, y), (x_of_b, y_of_b) = (np.array([one["x"], one["y"]], dtype=np.float64) for one in (a, b))
     inside = (x >= x_of_b[0]) & (x <= x_of_b[-1])
-    return to_points(x[inside], np.interp(x[inside], x_of_b, y_of_b) - y[inside], 2 * COLUMNS)
+    apart = np.interp(x[inside], x_of_b, y_of_b) - y[inside]
+    return to_points(x[inside], apart, 2 * COLUMNS, gaps=True)
 
 
 def series(
@@ -137,9 +149,8 @@ def lines(title: str, unit: str, drawn: Iterable[Chart], **options: Any) -> Char
 
     Args:
         options: x: "step" (default; the page can show times instead), "seconds" or the label of
-            another axis. span: first and last x of the axis. zero: y begins at 0. log: axes that
-            are logarithmic ("y", "xy"). wide: it has the width of the page. note: result, below
-            the title. caption: definitions.
+            another axis. zero: y begins at 0. log: axes that are logarithmic ("y", "xy"). wide: it
+            has the width of the page. note: result, below the title. caption: definitions.
     """
     return {"title": title, "unit": unit, "series": [one for one in drawn if one["x"]], **options}
 
@@ -168,16 +179,18 @@ def scaled(points: Points | None, factor: float) -> Points | None:
     }
 
 
-def to_points(x: Column, y: Column, limit: int = COLUMNS) -> Points:
+def to_points(x: Column, y: Column, limit: int = COLUMNS, gaps: bool = False) -> Points:
     """Make at most `limit` points: the median, smallest and largest value in bins of equal width.
 
     Args:
         x: in any order (N).
         y: (N) or (N x M): all M values of a row belong to its x; non-finite values are omitted.
+        gaps: non-finite values interrupt the line; otherwise it connects the values around them.
     """
     y = y if y.ndim == 2 else y[:, None]
     known = np.isfinite(y).any(axis=1)
-    x, y = x[known], y[known]
+    if not gaps or not known.any():
+        x, y = x[known], y[known]
     order = np.argsort(x, kind="stable")
     x, y = x[order], y[order]
     if len(x) <= limit and y.shape[1] == 1:
@@ -193,7 +206,7 @@ def to_points(x: Column, y: Column, limit: int = COLUMNS) -> Points:
     pieces = [y[a:b][np.isfinite(y[a:b])] for a, b in zip(starts, stops, strict=True)]
     found = {"x": _rounded(x)}
     for key, of in (("y", np.median), ("low", np.min), ("high", np.max)):
-        found[key] = _rounded(np.array([of(piece) for piece in pieces]))
+        found[key] = _rounded(np.array([of(p) if len(p) else np.nan for p in pieces]))
     return found
 
 

@@ -6,12 +6,21 @@ from typing import Any
 
 from hvdtrain.audit.lineage import Redone
 from hvdtrain.report import charts, run_charts, tables, texts, units
-from hvdtrain.report.metrics import Metrics
+from hvdtrain.report.metrics import COMPARED, Metrics, ratios
 from hvdtrain.report.run import RecordedRun
 from hvdtrain.text import plural
 
 # Parts of the goodput, as a tile names them.
 _PARTS = {"start": "start-up", "restart": "start-up after restarts", "down": "not running"}
+# Tiles of a comparison.
+_COMPARED = {
+    "final_loss": "Final loss, A → B",
+    "lowest_validation_loss": "Lowest validation loss",
+    "median_samples_per_second": "Samples per second, median",
+    "exposed_share": "Exposed communication",
+    "goodput_share": "Goodput",
+    "wall_seconds": "Wall time",
+}
 Page = dict[str, Any]
 Tile = dict[str, str]
 
@@ -41,13 +50,14 @@ def two(a: RecordedRun, b: RecordedRun, metrics: tuple[Metrics, Metrics]) -> Pag
     return page(
         title=f"{a.name} and {b.name}",
         headline="\n".join(f"{letter}  {run.path}: {headline(m)}" for letter, run, m in sides),
+        tiles=_compared(*metrics),
         notes=notes,
         clocks=[run_charts.clock(run) for run in (a, b)],
         charts=charts.of_runs({letter: run_charts.points(run) for letter, run, _ in sides}),
         first=[
             texts.differences({letter: texts.configuration(run.path) for letter, run, _ in sides})
         ],
-        last=[tables.both(*metrics)],
+        last=tables.both(*metrics),
     )
 
 
@@ -95,7 +105,9 @@ def headline(metrics: Metrics) -> str:
     }.get(metrics["state"], f"It {metrics['state']}.")
     restarts = metrics["restarts"]
     again = f", with {plural(len(restarts), 'restart')}" if restarts else ""
-    return f"{metrics['steps']:,}{of} steps{epochs} in {took}{where}{again}. {how}"
+    total = metrics["total_steps"] or metrics["steps"]
+    step = "step" if total == 1 else "steps"
+    return f"{metrics['steps']:,}{of} {step}{epochs} in {took}{where}{again}. {how}"
 
 
 def tiles(metrics: Metrics) -> list[Tile]:
@@ -108,6 +120,20 @@ def tiles(metrics: Metrics) -> list[Tile]:
         _goodput(metrics),
         _restarts(metrics),
     ]
+
+
+def _compared(a: Metrics, b: Metrics) -> list[Tile]:
+    """The most important metrics of two runs, and by how much B differs from A."""
+    found = ratios(a, b)
+    shown = []
+    for name, label in _COMPARED.items():
+        text = COMPARED[name][1]
+        if a[name] is None and b[name] is None:
+            continue
+        ratio = None if name.endswith("_share") else found[name]
+        below = "" if ratio is None else "equal" if ratio == 1 else f"{ratio - 1:+.1%}"
+        shown.append(tile(label, f"{text(a[name])} → {text(b[name])}", below))
+    return shown
 
 
 def _steps(metrics: Metrics) -> Tile:
@@ -125,11 +151,13 @@ def _loss(metrics: Metrics) -> Tile:
 
 
 def _throughput(metrics: Metrics) -> Tile:
-    mfu = metrics["median_mfu"]
+    label, mfu = "Throughput, median", metrics["median_mfu"]
+    if metrics["median_samples_per_second"] is None:
+        return tile(label, units.UNKNOWN, "no steps")
     below = f"{units.seconds(metrics['median_step_seconds'])} per step"
     below += f", {units.percent(mfu)} of the peak FLOP/s" if mfu is not None else ""
     speed = units.number(metrics["median_samples_per_second"])
-    return tile("Throughput, median", f"{speed} samples/s", below)
+    return tile(label, f"{speed} samples/s", below)
 
 
 def _communication(metrics: Metrics) -> Tile:

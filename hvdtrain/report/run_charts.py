@@ -45,7 +45,9 @@ def points(run: RecordedRun) -> dict[str, Points]:
     """Return the points of the metrics in `charts.STEP_METRICS`."""
     step = run.steps["step"]
     found = {
-        name: to_points(step, run.steps[name]) for name in charts.STEP_METRICS if name in run.steps
+        name: to_points(step, run.steps[name], gaps=name in charts.DENSE)
+        for name in charts.STEP_METRICS
+        if name in run.steps
     }
     ranks = run.ranks
     if ranks is not None and ranks.world_size.max() > 1:
@@ -80,6 +82,8 @@ def _describe_loss(chart: Chart, run: RecordedRun, metrics: Metrics) -> None:
     if len(known):
         begin, end = (units.number(value) for value in (known[0], known[-1]))
         chart["note"] = f"The training loss went from {begin} to {end}"
+        if len(known) == 1:
+            chart["note"] = f"The training loss is {end}"
         if metrics["final_validation_loss"] is not None:
             last = units.number(metrics["final_validation_loss"])
             chart["note"] += f", the last validation loss is {last}"
@@ -114,8 +118,6 @@ def _describe_step_time(chart: Chart, run: RecordedRun) -> None:
         f"Median {units.seconds(typical)}, 99th percentile {units.seconds(tail)}, "
         f"maximum {units.seconds(worst)}"
     )
-    if worst > 10 * typical and known.min() > 0:
-        chart["log"] = "y"
 
 
 def _source_losses(run: RecordedRun, metrics: Metrics) -> Chart | None:

@@ -53,21 +53,26 @@ def last(run: RecordedRun, metrics: Metrics) -> list[ReportTable]:
     return [t for t in every if t.rows]
 
 
-def both(a: Metrics, b: Metrics) -> ReportTable:
-    """Table of the metrics of two runs and their ratios."""
+def both(a: Metrics, b: Metrics) -> list[ReportTable]:
+    """Tables of the metrics and phases of two runs, with their ratios."""
     found = ratios(a, b)
-    rows = []
+    rows, spent = [], []
     for name, (label, text) in COMPARED.items():
         if a[name] is not None or b[name] is not None:
             rows.append([label, text(a[name]), text(b[name]), _times(found[name])])
     for phase in phases(a, b):
         values = per_step(a, phase), per_step(b, phase)
         ratio = _times(found[f"{phase}_seconds_per_step"])
-        rows.append([f"{phase}, per step", *map(units.seconds, values), ratio])
+        spent.append([phase, *map(units.seconds, values), ratio])
     for name, label in (("restarts", "restarts"), ("stragglers", "slow ranks reported")):
         counts = [units.UNKNOWN if f[name] is None else str(len(f[name])) for f in (a, b)]
         rows.append([label, *counts, ""])
-    return ReportTable("Metrics", ["", "A", "B", "B / A"], rows)
+    head = ["A", "B", "B\u00a0/\u00a0A"]
+    every = (
+        ReportTable("Metrics", ["", *head], rows),
+        ReportTable("Time per step, mean of all ranks", ["phase", *head], spent),
+    )
+    return [table for table in every if table.rows]
 
 
 def _times(ratio: float | None) -> str:
@@ -128,7 +133,7 @@ def _restart_table(metrics: Metrics) -> ReportTable:
     costly = sorted(restarts, key=lambda r: -r["seconds_without_steps"])[:_ROWS]
     shown = {restart["number"] for restart in costly}
     left = f"The {_ROWS} most expensive of {len(rows)}." if len(rows) > _ROWS else ""
-    head = ["restart", "cause", "after step", "ranks", "without steps", "steps redone"]
+    head = ["#", "cause", "after step", "ranks", "without steps", "steps redone"]
     return ReportTable("Restarts", head, [row for row in rows if int(row[0]) in shown], left, 2)
 
 

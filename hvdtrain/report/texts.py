@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.config_renames import recorded
 from hvdtrain.report.tables import ReportTable
 from hvdtrain.run_files.events_file import last_lines
 from hvdtrain.run_files.run_directory import RunDirectory
@@ -55,12 +56,18 @@ def _log_line(line: dict[str, Any]) -> str:
 def differences(texts: Mapping[str, str]) -> ReportTable:
     """Table of the keys whose values differ between the configurations of runs.
 
+    Old keys are compared under their current names; run.id, the name of a run, is omitted.
+
     Args:
         texts: name of a run -> text of its config.yaml.
     """
     found = {name: _values(text) for name, text in texts.items()}
     keys = sorted({key for values in found.values() for key in values})
-    rows = [[key, *(values.get(key, "–") for values in found.values())] for key in keys]
+    rows = [
+        [key, *(values.get(key, "–") for values in found.values())]
+        for key in keys
+        if key != "run.id"
+    ]
     unequal = [row for row in rows if len(set(row[1:])) > 1]
     note = "" if unequal else "The configurations are equal, or cannot be read."
     head = ["key", *found]
@@ -69,16 +76,17 @@ def differences(texts: Mapping[str, str]) -> ReportTable:
 
 @lru_cache(32)
 def _values(text: str) -> dict[str, str]:
-    """Return the values of a configuration by key, such as optim.lr; {} if it is not YAML."""
+    """Return the values of a configuration by key, such as optim.lr; {} if it is not a mapping."""
     try:
-        waiting = [("", parse_yaml(text))]
+        content = parse_yaml(text)
     except ValueError:
         return {}
+    waiting = [*recorded(content).items()] if isinstance(content, dict) else []
     found = {}
     while waiting:
         key, value = waiting.pop()
         if isinstance(value, dict) and value:
-            waiting += [(f"{key}.{name}" if key else str(name), v) for name, v in value.items()]
+            waiting += [(f"{key}.{name}", v) for name, v in value.items()]
         else:
-            found[key] = shown(value)
+            found[str(key)] = shown(value)
     return found

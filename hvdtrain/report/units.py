@@ -11,7 +11,7 @@ def number(value: float | None, digits: int = 4) -> str:
     """Format a number, such as 0.4297 or 12.3e6."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
-    return f"{value:.{digits}g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return f"{value:,.{digits}g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 def percent(value: float | None) -> str:

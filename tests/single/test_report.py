@@ -20,6 +20,7 @@ from hvdtrain.audit.report import audit
 from hvdtrain.report import html, units
 from hvdtrain.report.charts import COLUMNS, clock, heat, of_runs, to_points
 from hvdtrain.report.metrics import remaining_seconds
+from hvdtrain.report.texts import differences
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership
 from tests.support.browser import content, show, tab
@@ -287,10 +288,12 @@ def test_zoom_axes_and_smoothing_apply_to_all_charts(history: History, tmp_path:
         assert page.value(pressed) == "true"
         page.value(
             "URL.createObjectURL = (blob) => { blob.text().then((text) => { window.csv = text; });"
-            "return '#'; }"
+            "return '#'; };"
+            "HTMLAnchorElement.prototype.click = function () { window.file = this.download; }"
         )
         page.value("document.querySelectorAll('.chart .tools button')[1].click()")
         page.wait("window.csv", 10, "CSV")
+        assert page.value("window.file") == "run-loss.csv"
         rows = page.value("window.csv").splitlines()
         assert rows[0] == "step,training,validation" and rows[6] == "6,10,11"
         assert not page.complaints
@@ -366,13 +369,25 @@ def test_two_runs_are_compared(
     assert [(line["name"], line["dash"]) for line in loss["series"]] == [("A", False), ("B", True)]
     (apart,) = loss["difference"]["series"]
     assert apart["name"] == "B − A" and apart["y"] == [0] * 30
+    tiles = {tile["label"]: (tile["value"], tile["note"]) for tile in page["tiles"]}
+    assert tiles["Final loss, A → B"] == ("1 → 2", "+100.0%") and len(tiles) <= 6
+    assert tiles["Samples per second, median"] == ("10 → 10", "equal")
     assert ["telemetry.exchange_every", "75", "–"] in page["first"][0]["rows"]
     shown = show(out, tmp_path, 1800)
     assert not shown.complaints and not shown.blank_stretches()
+    assert "difference at equal steps: constant 0" in shown.text
     assert "o$ther$&lt;b&gt;" in shown.text and "ranks.jsonl has no lines" in shown.text
     assert shown.count(BLUE) > 300 and shown.count(ORANGE) > 300
     assert cli.main(["report", str(history.directory), str(other.directory)]) == 0
     assert (other.directory / "compare.html").exists()
+
+
+def test_difference_of_configurations_compares_old_keys_by_their_current_names() -> None:
+    old = "train: {steps: 400}\nloader: {prefetch: 2}\nrun: {id: a}\noptim: {lr: 0.1}"
+    new = "train: {duration: 400}\nrun: {id: b}\noptim: {lr: 0.2}"
+    assert differences({"A": old, "B": new}).rows == [["optim.lr", "0.1", "0.2"]]
+    for nothing in ("", "[1]", "{}", "a: ["):
+        assert differences({"A": nothing, "B": nothing}).rows == []
 
 
 def _without_events(history: History) -> None:
@@ -521,6 +536,15 @@ def test_report_of_a_long_run_stays_within_time_and_memory_limits(tmp_path: Path
     assert shown.count("#d65a3f", near=40) > 800
 
 
+def test_curve_is_interrupted_at_values_that_are_not_finite() -> None:
+    x, y = np.arange(4.0), np.array([1.0, np.nan, np.inf, 2.0])
+    assert to_points(x, y) == {"x": [0, 3], "y": [1, 2]}
+    assert to_points(x, y, gaps=True) == {"x": [0, 1, 2, 3], "y": [1, None, None, 2]}
+    assert to_points(x, y * np.nan, gaps=True) == {"x": [], "y": []}
+    x, y = np.arange(10.0), np.array([1.0] * 4 + [np.nan] * 4 + [2.0] * 2)
+    assert to_points(x, y, limit=5, gaps=True)["high"] == [1, 1, None, None, 2]
+
+
 def test_binned_curve_keeps_peaks() -> None:
     x = np.arange(100_000.0)
     y = np.ones(100_000)
@@ -562,7 +586,8 @@ def test_difference_of_long_runs_has_points_of_equal_number() -> None:
     loss = to_points(steps, 1 / (1 + steps))
     (chart,) = of_runs({"A": {"loss": loss}, "B": {"loss": loss | {"y": [None, *loss["y"][1:]]}}})
     (apart,) = chart["difference"]["series"]
-    assert len(apart["x"]) == len(apart["y"]) == COLUMNS - 1 and "low" not in apart
+    assert len(apart["x"]) == len(apart["y"]) == COLUMNS and "low" not in apart
+    assert apart["y"][:2] == [None, 0]
 
 
 def test_difference_of_runs_is_interpolated_at_equal_steps() -> None:
@@ -571,7 +596,8 @@ def test_difference_of_runs_is_interpolated_at_equal_steps() -> None:
     loss, rate = of_runs({"A": a, "B": b})
     (apart,) = loss["difference"]["series"]
     assert (apart["x"], apart["y"]) == ([1, 2, 3], [1, 1, 1])
-    assert loss["difference"]["span"] == [1, 4]
+    a["loss"]["y"][1] = None
+    assert of_runs({"A": a, "B": b})[0]["difference"]["series"][0]["y"] == [1, None, 1]
     assert rate["caption"] == "Unknown for A." and rate["difference"]["series"] == []
 
 

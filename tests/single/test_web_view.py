@@ -108,6 +108,17 @@ def test_series_has_bounded_points_and_keeps_peaks() -> None:
     assert few.points() == {"x": [3], "y": [1.5]}
 
 
+def test_series_is_interrupted_at_steps_without_a_finite_value() -> None:
+    series = Series()
+    series.add(1, None)
+    assert series.points() == {"x": [], "y": []}
+    for step in range(2, 3 * BINS):
+        series.add(step, None if BINS < step < 2 * BINS else 1.0)
+    points = series.points()
+    for name in ("y", "low", "high"):
+        assert points[name][1] == points[name][-1] == 1.0 and points[name][BINS * 3 // 4] is None
+
+
 def _state(path: Path) -> str:
     overview = Overview(path)
     overview.refresh()
@@ -448,12 +459,27 @@ def test_run_list_sorts_filters_and_compares_in_a_browser(served: Served, tmp_pa
             page.value(f"document.querySelectorAll('tbody input')[{name}].click()")
         assert page.value("document.querySelector('.tools a').textContent") == "compare 2 runs"
         page.value("document.querySelector('.tools a').click()")
-        page.wait("document.querySelectorAll('canvas').length == 4", 60, "curves")
+        # The losses; their differences are constant.
+        page.wait("document.querySelectorAll('canvas').length == 2", 60, "curves")
         legend = "document.querySelector('.u-legend').innerText"
         assert ODD.strip() in page.value(legend) and "whole" in page.value(legend)
         assert page.value("document.querySelector('img')") is None
         assert ODD.strip() in page.value("document.querySelector('table').innerText")
         assert not page.complaints
+
+
+@pytest.mark.slow
+def test_run_list_fits_a_narrow_screen(served: Served, tmp_path: Path) -> None:
+    with tab(tmp_path, 900) as page:
+        page.resize(390, 900)
+        page.open(served.url)
+        page.wait("document.querySelectorAll('tbody tr').length == 3", 60, "list")
+        assert page.value("document.documentElement.scrollWidth") == 390
+        hidden = "(({scrollWidth, clientWidth}) => scrollWidth - clientWidth)"
+        assert page.value(f"{hidden}(document.querySelector('.scroll'))") == 0
+        shown = "[...document.querySelectorAll('th')].filter(th => th.offsetParent)"
+        names = page.value(f"{shown}.map(th => th.innerText.trim())")
+        assert names == ["", "run", "state", "step", "loss"]
 
 
 @pytest.mark.slow

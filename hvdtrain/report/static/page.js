@@ -59,9 +59,11 @@ function smoothed(values, weight) {
 
 // --- charts ---------------------------------------------------------------------
 
-// A plot of uPlot in a box. `shared` is the state of the page: time, smoothing, clocks, marks.
-function makePlot(shared, small) {
+// A plot of uPlot in a box. `shared` is the state of the page: time, smoothing, clocks, marks. A plot
+// below another is small and has its x axis.
+function makePlot(shared, above) {
   const box = el("div", { class: "plot" });
+  const small = Boolean(above);
   let spec = null, plot = null, shape = "", log = null, time = false;
   const kind = () => (spec.labels ? bars : spec.cells ? heat : curves);
   const overSteps = () => (spec.x ?? "step") === "step" && !spec.labels;
@@ -80,7 +82,7 @@ function makePlot(shared, small) {
     };
   }
 
-  const xText = (x) => (inTime() ? duration(x) : spec.x === "bytes" ? size(x) : number(x, 10));
+  const xText = (x) => (inTime() ? duration(x) : spec.x === "bytes" ? size(x) : number(overSteps() ? Math.round(x) : x, 10));
 
   function xAxis() {
     const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
@@ -99,6 +101,7 @@ function makePlot(shared, small) {
     ctx.setLineDash([4 * unit, 3 * unit]);
     ctx.font = `600 ${11 * unit}px system-ui, sans-serif`;
     ctx.textAlign = "center";
+    ctx.textBaseline = "bottom";
     for (const mark of shared.marks) {
       const at = u.valToPos(inTime() ? mark.at_seconds : mark.step, "x", true);
       if (!(at >= bbox.left && at <= bbox.left + bbox.width)) continue;
@@ -111,7 +114,7 @@ function makePlot(shared, small) {
       else groups.push({ at, first: mark.number, last: mark.number });
     }
     for (const { at, first, last } of small ? [] : groups) {
-      ctx.fillText(first === last ? first : `${first}–${last}`, at, bbox.top - 4 * unit);
+      ctx.fillText(first === last ? first : `${first}–${last}`, at, bbox.top - 2 * unit);
     }
     ctx.restore();
   }
@@ -119,11 +122,12 @@ function makePlot(shared, small) {
   function curves() {
     const tables = [], series = [{ label: inTime() ? "time" : overSteps() ? "step" : spec.x,
       value: (u, v) => (known(v) ? xText(v) : "last") }];
-    const bands = [];
+    const bands = [], most = Math.max(...spec.series.map(({ x }) => x.length));
     for (const line of spec.series) {
       const stroke = color(line.color), few = line.x.length < FEW;
       const soft = shared.smooth > 0 && !few && overSteps();
-      const columns = [soft ? smoothed(line.y, shared.smooth) : line.y];
+      // Each line is averaged over about the same steps, so the one with fewer points over fewer of them.
+      const columns = [soft ? smoothed(line.y, shared.smooth ** (most / line.x.length)) : line.y];
       series.push({ label: line.name, stroke, width: line.dots ? 0 : 1.75, dash: line.dash ? [6, 4] : [],
         points: { show: few || Boolean(line.dots), size: 5, fill: stroke, width: 0 },
         // Without a cursor the legend shows the last values.
@@ -138,8 +142,9 @@ function makePlot(shared, small) {
       }
       tables.push([line.x.map((x) => toX(line.run, x)), ...columns]);
     }
-    if (spec.span) {
-      tables.push([spec.span.map((x) => toX(0, x)), [null, null]]);
+    if (above?.plot) {
+      const xs = above.plot.data[0];
+      tables.push([[xs[0], xs[xs.length - 1]], [null, null]]);
       series.push({ label: "", class: "helper", points: { show: false } });
     }
     return { data: uPlot.join(tables), series, bands };
@@ -191,9 +196,15 @@ function makePlot(shared, small) {
     const height = make === bars ? 44 + Math.max(1, count) * Math.max(12, Math.min(34, 600 / count))
       : make === heat ? Math.max(130, Math.min(360, 60 + 12 * spec.cells.length)) : small ? 110 : innerWidth < NARROW ? 210 : 250;
     const onRanks = { range: (u, low, high) => [-0.5, count - 0.5] };
+    const digit = (value, round) => {
+      const unit = 10 ** Math.floor(Math.log10(value));
+      return Number((round(value / unit) * unit).toPrecision(1));
+    };
     const yRange = (u, low, high) => {
       if (!known(low)) return [0, 1];
-      if (isLog("y")) return uPlot.rangeLog(low, high, 10, false);
+      // Within a decade, uPlot's range up to the next power of ten would leave half of the plot empty.
+      const narrow = low > 0 && low < high && high < 10 * low;
+      if (isLog("y")) return narrow ? [digit(low, Math.floor), digit(high, Math.ceil)] : uPlot.rangeLog(low, high, 10, false);
       return uPlot.rangeNum(spec.zero ? Math.min(0, low) : low, high, 0.08, true);
     };
     const labels = (v) => (Number.isInteger(v) ? spec.labels?.[v] ?? String(v) : "");
@@ -214,7 +225,7 @@ function makePlot(shared, small) {
     return { ...common, hooks: { drawClear: make === heat ? [drawCells] : [], draw: [drawMarks], setSeries: [follow] },
       scales: { x: { time: false, distr: isLog("x") ? 3 : 1, log: spec.x === "bytes" || spec.x === "ranks" ? 2 : 10 },
         y: make === heat ? { dir: -1, ...onRanks } : { distr: isLog("y") ? 3 : 1, range: yRange }, score: { range: [0, 1] } },
-      axes: [xAxis(), axis("", make === heat ? labels : (v) => number(v, 10), { size: 58, space: make === heat ? 18 : 34,
+      axes: [xAxis(), axis("", make === heat ? labels : (v) => number(v, 10), { size: 58, space: make === heat || small ? 18 : 34,
         ...(make === heat ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10000], grid: { show: false } } : {}) })] };
   }
 
@@ -278,7 +289,8 @@ function makeChart(shared) {
   const note = el("p", { class: "result" }), caption = el("p", { class: "note" });
   const logs = el("button", { type: "button", "aria-pressed": "false", title: "logarithmic axis" }, "log");
   const save = el("button", { type: "button", title: "download the points of this chart" }, "CSV");
-  const plots = [makePlot(shared, false), makePlot(shared, true)];
+  const plots = [makePlot(shared, null)];
+  plots.push(makePlot(shared, plots[0]));
   const below = el("p", { class: "note below" }, "difference");
   const node = el("details", { class: "chart" }, el("summary", {}, title, " ", unit),
     el("div", { class: "tools" }, logs, save), note, plots[0].box, below, plots[1].box, caption);
@@ -286,7 +298,8 @@ function makeChart(shared) {
   logs.addEventListener("click", () => { plots[0].toggleLog(); logs.setAttribute("aria-pressed", plots[0].log); });
   save.addEventListener("click", () => {
     const url = URL.createObjectURL(new Blob([plots[0].csv()], { type: "text/csv" }));
-    el("a", { href: url, download: `${title.textContent.toLowerCase().replaceAll(" ", "-")}.csv` }).click();
+    const name = `${document.title.replace(" – hvdtrain", "")} ${title.textContent.toLowerCase()}.csv`;
+    el("a", { href: url, download: name.replaceAll(" ", "-") }).click();
     setTimeout(() => URL.revokeObjectURL(url), 1000);
   });
   node.addEventListener("toggle", () => plots.forEach((one) => one.draw()));
@@ -304,7 +317,10 @@ function makeChart(shared) {
       logs.hidden = Boolean(spec.labels || spec.cells) || !(least > 0);
       save.hidden = !spec.series || Boolean(spec.labels);
       const apart = spec.difference?.series.length ? spec.difference : null;
-      below.hidden = plots[1].box.hidden = !apart;
+      const same = apart && constant(apart);
+      below.textContent = known(same) ? `difference at equal steps: constant ${number(same)}` : "difference at equal steps";
+      below.hidden = !apart;
+      plots[1].box.hidden = !apart || known(same);
       plots[0].update(spec);
       logs.setAttribute("aria-pressed", plots[0].log);
       if (apart) plots[1].update(apart);
@@ -348,9 +364,10 @@ function makePage() {
   const slider = el("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: "0" });
   const axis = el("select", {}, el("option", { value: "step" }, "step"), el("option", { value: "time" }, "time"));
   const tools = el("div", { class: "tools bar" }, el("label", {}, "x axis ", axis), el("label", {}, "smoothing ", slider),
-    el("span", { class: "note" }, "Drag to zoom, double-click to reset."));
+    el("span", { class: "note hint" }, "Drag to zoom, double-click to reset."));
   const grid = el("div", { class: "charts" }), folded = el("div", { class: "texts" });
-  const node = el("div", {}, links.node, head.node, tiles.node, notes.node, first.node, tools, grid, last.node, folded);
+  const charted = el("div", {}, tools, grid);
+  const node = el("div", {}, links.node, head.node, tiles.node, notes.node, first.node, charted, last.node, folded);
   const redraw = () => [...charts.values()].forEach(({ plots }) => plots.forEach((one) => one.redraw()));
   const draw = () => [...charts.values()].forEach(({ plots }) => plots.forEach((one) => one.draw()));
   axis.addEventListener("change", () => { shared.time = axis.value === "time"; redraw(); });

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.report.charts import Points
+from hvdtrain.report.charts import DENSE, Points
 from hvdtrain.report.metrics import RECENT, remaining_seconds
 from hvdtrain.report.web.overview import News, Overview, Tail
 from hvdtrain.run_files.run_directory import RunDirectory
@@ -37,8 +38,10 @@ class Series:
         self._bins: dict[int, _Bin] = {}
         self._width = 1
 
-    def add(self, step: int, value: float) -> None:
-        self._merge(step // self._width, _Bin(value, value, value, 1))
+    def add(self, step: int, value: float | None) -> None:
+        """Add the value of a step; None interrupts the line."""
+        new = _Bin(inf, -inf, 0.0, 0) if value is None else _Bin(value, value, value, 1)
+        self._merge(step // self._width, new)
         while len(self._bins) > 2 * BINS:
             bins, self._bins = self._bins, {}
             self._width *= 2
@@ -58,14 +61,16 @@ class Series:
         """x (steps), y (means) and, if steps share points, low and high; see `charts.Points`."""
         places = sorted(self._bins)
         bins = [self._bins[place] for place in places]
+        if not any(found.count for found in bins):
+            return {"x": [], "y": []}
         middle = (self._width - 1) / 2
-        found = {
+        found: Points = {
             "x": [place * self._width + middle for place in places],
-            "y": [_short(found.total / found.count) for found in bins],
+            "y": [_short(found.total / found.count) if found.count else None for found in bins],
         }
         if self._width > 1:
-            found["low"] = [_short(found.low) for found in bins]
-            found["high"] = [_short(found.high) for found in bins]
+            found["low"] = [_short(found.low) if found.count else None for found in bins]
+            found["high"] = [_short(found.high) if found.count else None for found in bins]
         return found
 
 
@@ -149,7 +154,7 @@ class LiveRun:
                 self._recent.append((step, when))
             for name, series in self._series.items():
                 value = number(line.get(name))
-                if value is not None:
+                if value is not None or name in DENSE:
                     series.add(step, value)
             for name, found in line.items():
                 value = number(found)

@@ -174,7 +174,7 @@ def _restarts(run: dict[str, Any]) -> ReportTable:
         ]
         for restart in reversed(run["restarted"])
     ]
-    head = ["restart", "cause", "after step", "ranks", "took", "at (UTC)"]
+    head = ["#", "cause", "after step", "ranks", "took", "at (UTC)"]
     return ReportTable("Restarts", head, rows, words=2)
 
 

@@ -37,6 +37,7 @@ from tests.soak.bench.layouts_report import LayoutsReport
 from tests.soak.bench.own_loop import own_loop
 from tests.soak.bench.rendezvous import rendezvous
 from tests.soak.bench.replays import replays
+from tests.soak.bench.start import start
 from tests.soak.bench.streams import streams
 from tests.soak.bench.telemetry import scrape, telemetry
 
@@ -82,6 +83,10 @@ def _replays(args: argparse.Namespace) -> Report:
 
 def _copies(args: argparse.Namespace) -> Report:
     return copies(_flags(args), args.rounds)
+
+
+def _start(args: argparse.Namespace) -> Report:
+    return start(_flags(args), args.rounds)
 
 
 def _rendezvous(args: argparse.Namespace) -> Report:
@@ -139,6 +144,11 @@ _ACTIONS: Mapping[
     "copies": (
         _copies,
         "4 ranks on 2 hosts that share a model, with copies in memory every 5 steps; needs root",
+        {"rounds": 5},
+    ),
+    "start": (
+        _start,
+        "from a command to the end of its fourth step, in turns with torchrun and a DDP script",
         {"rounds": 5},
     ),
     "rendezvous": (

@@ -71,6 +71,26 @@ def test_old_keys_of_a_file_are_replaced_before_flags_override_them(tmp_path: Pa
     assert "train.epochs 3 is now train.duration" in settings.warning
 
 
+@pytest.mark.parametrize(
+    ("content", "flag", "key"),
+    [
+        ("batch.micro_size: auto", "--memory.fit=false", "batch.micro_size"),
+        ("memory: {fit: true}", "--memory.fit=false", "batch.micro_size"),
+        ("train: {duration: 3 epochs}", "--train.epochs=0", "train.duration"),
+    ],
+)
+def test_old_flag_cannot_switch_off_what_a_file_sets(
+    tmp_path: Path, content: str, flag: str, key: str
+) -> None:
+    file = tmp_path / "on.yaml"
+    file.write_text(f"{content}\n")
+    with pytest.raises(UserError, match=f"on the command line: {key} would remain .* set {key}"):
+        parse([f"--config={file}", flag])
+    file.write_text("{batch.micro_size: 8, batch.global_size: 8, train.duration: 9}\n")
+    settings = parse([f"--config={file}", flag])
+    assert (settings.config.batch.micro_size, settings.config.train.steps) == (8, 9)
+
+
 def test_old_keys_in_a_tasks_defaults_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +137,7 @@ def test_task_may_use_an_old_key_for_itself(
         ("--compile.enabled true --compile false", "compile replaces the old key"),
         ("--train.steps", "train.steps: a value is expected"),
         ("--tabular.data x", "unknown key tabular.data"),
+        ("--memory.fit false --batch.micro_size auto", "batch.micro_size would remain .auto.; set"),
     ],
 )
 def test_contradiction_of_old_and_current_key_is_refused(flags: str, message: str) -> None:

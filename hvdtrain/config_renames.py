@@ -108,6 +108,15 @@ DROPPED = {
 }
 
 
+# Built-in task -> its section that has had old keys. Other tasks may have a section of that name.
+TASK_SECTIONS = {
+    "language_model": "model",
+    "image": "image",
+    "huggingface": "huggingface",
+    "tabular": "tabular",
+}
+
+
 def describe_old(key: str) -> str:
     """Say what an old key is now; "" for any other key."""
     new = next((rule.new for rule in RENAMED if key in rule.old), "")
@@ -115,9 +124,16 @@ def describe_old(key: str) -> str:
 
 
 def recorded(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current form of the configuration in a run directory, which may be old."""
+    """Return the current form of the configuration in a run directory, which may be old.
+
+    The own sections of a task that is not built in stay as they are.
+    """
+    own = dict[str, Any]()
+    if content.get("task", "language_model") not in TASK_SECTIONS:
+        own = {name: content[name] for name in TASK_SECTIONS.values() if name in content}
+    rest = {name: value for name, value in content.items() if name not in own}
     try:
-        return current_content(content, None, "")[0]
+        return current_content(rest, None, "")[0] | own
     except UserError:  # a file that was edited
         return dict(content)
 
@@ -238,8 +254,8 @@ def _replace(
             kept = before(rule.new) if other is _MISSING else other
             if rule.on(kept):
                 raise UserError(
-                    f"{names} {where}: {rule.new} would remain {shown(kept)}; set {rule.new}, which "
-                    "replaces the old key"
+                    f"{names} {where}: {rule.new} would remain {shown(kept)}; set {rule.new}, "
+                    "which replaces the old key"
                 )
             notes.append(f"{names} has no effect now: set {rule.new}")
             continue

@@ -10,8 +10,9 @@ import yaml
 
 from hvdtrain import cli
 from hvdtrain.config import parse, with_current_names
-from hvdtrain.config_renames import DROPPED, RENAMED, recorded
+from hvdtrain.config_renames import DROPPED, RENAMED, TASK_SECTIONS, recorded
 from hvdtrain.errors import UserError
+from hvdtrain.tasks import BUILT_IN
 from tests.support.runs import TINY, run
 
 FORMAT_1 = Path(__file__).resolve().parents[1] / "data/format-1"
@@ -173,6 +174,15 @@ def test_recorded_configuration_is_read_without_a_task() -> None:
     assert "straggler_threshold" not in found["telemetry"] and found["batch"] == content["batch"]
     both = {"train": {"steps": 3, "epochs": 2}}  # edited: reports show what is there
     assert recorded(both) == both
+
+
+def test_recorded_sections_of_a_task_of_its_own_stay_as_they_are() -> None:
+    own = {"image": {"data": "x", "cache": 3}, "model": {"attention": "mine", "block_size": 7}}
+    content = {"task": "mine:Mine", "train": {"steps": 3}, **own}
+    assert recorded(content) == {"task": "mine:Mine", "train": {"duration": 3}, **own}
+    built_in = recorded(content | {"task": "image"})
+    assert built_in["data"] == {"train": "x", "cache": 3} and "image" not in built_in
+    assert TASK_SECTIONS.keys() == BUILT_IN.keys()
 
 
 def test_run_of_an_older_version_resumes_with_its_own_configuration(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ OLD = """
 
 Old keys work in this release, in files and flags, with a warning. The next release refuses them in
 files and flags, but not in the configurations of run directories. An old key whose value
-contradicts the current key's ends the program with exit code 2.
+contradicts the current key's ends the program with exit code 2, and so does an old flag that would
+switch off what a file or a task's defaults set, such as `--memory.fit false`.
 
 """
 

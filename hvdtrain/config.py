@@ -12,7 +12,7 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import reduce
+from functools import partial, reduce
 from importlib import resources
 from operator import getitem
 from pathlib import Path
@@ -170,17 +170,19 @@ def parse(argv: Sequence[str], before: Sequence[str] = ()) -> Settings:
     known = _known_keys(parser)
     groups = _groups(known)
     notes = _current_defaults(task_class, known - groups)[1]
-    layers = []
+    layers = list[str]()
+    before_layer = partial(_value, parser, layers)
     for path, content in zip(files, contents, strict=True):
-        current, replaced = current_content(content, known - groups, f"in {path}")
-        _check_keys(dotted(current), known, f"in {path}")
+        where = f"in {path}"
+        current, replaced = current_content(content, known - groups, where, before_layer)
+        _check_keys(dotted(current), known, where)
         for key in groups.intersection(dotted(current)):
             value = current[key] if key in current else reduce(getitem, key.split("."), current)
             raise UserError(f"{path}: {key} is a group of keys, not {value!r}")
         layers.append(f"--config={yaml_text(current) if replaced else path}")
         notes += replaced
     for part, where in ((before, "in config"), (flags, "on the command line")):
-        current_part, replaced = current_flags(part, known - groups, where)
+        current_part, replaced = current_flags(part, known - groups, where, before_layer)
         _check_keys(flag_names(current_part), known, where)
         layers += current_part
         notes += replaced
@@ -197,6 +199,14 @@ def parse(argv: Sequence[str], before: Sequence[str] = ()) -> Settings:
         raise SystemExit(0)
     resolved = parser.dump(namespace, skip_unset=False)
     return Settings(config, task_class, task_config, resolved, tuple(notes))
+
+
+def _value(parser: ArgumentParser, layers: Sequence[str], key: str) -> Any:
+    """Value of a key after `layers`; None if they are wrong, which is reported later."""
+    try:
+        return parser.parse_args(layers)[key]
+    except ArgumentError:
+        return None
 
 
 def with_current_names(argv: Sequence[str]) -> list[str]:

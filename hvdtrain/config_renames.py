@@ -27,14 +27,16 @@ class Renamed:
         old: the old keys.
         new: the current key.
         value: computes the value of `new` from the values of `old`, None for those that are not
-            given; returns None if `new` keeps its value. None: the value is the same.
+            given; returns None if they switch `new` off. None: the value is the same.
         wins: the old keys take precedence over `new`, which earlier versions also had.
+        on: whether a value of `new` is one that the old keys switch on and off.
     """
 
     old: tuple[str, ...]
     new: str
     value: Callable[..., Any] | None = None
     wins: bool = False
+    on: Callable[[Any], bool] = lambda value: False
 
 
 def _moved(old: str, new: str) -> Renamed:
@@ -79,9 +81,18 @@ RENAMED = (
     _moved("parallel.zero_copies", "parallel.shard.copies"),
     _moved("parallel.offload", "parallel.shard.offload"),
     # one key instead of several
-    Renamed(("train.steps", "train.epochs"), "train.duration", _duration),
     Renamed(
-        ("memory.fit",), "batch.micro_size", lambda fit: "auto" if fit is True else None, wins=True
+        ("train.steps", "train.epochs"),
+        "train.duration",
+        _duration,
+        on=lambda duration: "epoch" in str(duration),
+    ),
+    Renamed(
+        ("memory.fit",),
+        "batch.micro_size",
+        lambda fit: "auto" if fit is True else None,
+        wins=True,
+        on=lambda size: size == "auto",
     ),
     _moved("compile.enabled", "compile"),
 )
@@ -97,6 +108,15 @@ DROPPED = {
 }
 
 
+# Built-in task -> its section that has had old keys. Other tasks may have a section of that name.
+TASK_SECTIONS = {
+    "language_model": "model",
+    "image": "image",
+    "huggingface": "huggingface",
+    "tabular": "tabular",
+}
+
+
 def describe_old(key: str) -> str:
     """Say what an old key is now; "" for any other key."""
     new = next((rule.new for rule in RENAMED if key in rule.old), "")
@@ -104,15 +124,29 @@ def describe_old(key: str) -> str:
 
 
 def recorded(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current form of the configuration in a run directory, which may be old."""
+    """Return the current form of the configuration in a run directory, which may be old.
+
+    The own sections of a task that is not built in stay as they are.
+    """
+    own = dict[str, Any]()
+    if content.get("task", "language_model") not in TASK_SECTIONS:
+        own = {name: content[name] for name in TASK_SECTIONS.values() if name in content}
+    rest = {name: value for name, value in content.items() if name not in own}
     try:
-        return current_content(content, None, "")[0]
+        return current_content(rest, None, "")[0] | own
     except UserError:  # a file that was edited
         return dict(content)
 
 
+def _nothing(key: str) -> Any:
+    return None
+
+
 def current_content(
-    content: Mapping[str, Any], known: Collection[str] | None, where: str
+    content: Mapping[str, Any],
+    known: Collection[str] | None,
+    where: str,
+    before: Callable[[str], Any] = _nothing,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return a mapping of keys, such as a YAML file, with current keys, and what was replaced.
 
@@ -121,9 +155,11 @@ def current_content(
         known: keys of the task that are not groups; a task may use an old key for its own
             purposes. None: unknown.
         where: where the keys are, for messages.
+        before: returns the value of a current key that `content` overrides, if it is known.
 
     Raises:
-        UserError: an old and a current key contradict each other.
+        UserError: an old and a current key contradict each other, or an old key switches off a
+            value from before.
     """
     found = deepcopy(dict(content))
     given = {}
@@ -132,7 +168,7 @@ def current_content(
         if value is not _MISSING and not (isinstance(value, Mapping) and _is_group(key)):
             given[key] = value
             _remove(found, key)
-    values, notes = _replace(given, lambda key: _get(found, key), where)
+    values, notes = _replace(given, lambda key: _get(found, key), where, before)
     for key, value in values.items():
         _remove(found, key)
         _set(found, key, value)
@@ -140,7 +176,10 @@ def current_content(
 
 
 def current_flags(
-    flags: Sequence[str], known: Collection[str], where: str
+    flags: Sequence[str],
+    known: Collection[str],
+    where: str,
+    before: Callable[[str], Any] = _nothing,
 ) -> tuple[list[str], list[str]]:
     """Do the same as `current_content` for flags, `--key value` or `--key=value`.
 
@@ -170,7 +209,7 @@ def current_flags(
         given[key] = value
         if key in names:
             rest.append(f"--{names[key]}{name[len(key) :]}={text}")
-    values, notes = _replace(given, lambda key: current.get(key, _MISSING), where)
+    values, notes = _replace(given, lambda key: current.get(key, _MISSING), where, before)
     computed = {rule.new for rule in RENAMED if rule.value is not None}
     return [*rest, *(f"--{k}={v}" for k, v in values.items() if k in computed)], notes
 
@@ -190,13 +229,17 @@ def _is_group(key: str) -> bool:
 
 
 def _replace(
-    given: Mapping[str, Any], current: Callable[[str], Any], where: str
+    given: Mapping[str, Any],
+    current: Callable[[str], Any],
+    where: str,
+    before: Callable[[str], Any],
 ) -> tuple[dict[str, Any], list[str]]:
     """Return values of current keys, and a sentence for each old key.
 
     Args:
         given: old key -> value.
         current: returns the value that is also given for a current key.
+        before: returns the value that is overridden.
     """
     values: dict[str, Any] = {}
     notes = [f"{key} has no effect now: {DROPPED[key]}" for key in given if key in DROPPED]
@@ -208,6 +251,12 @@ def _replace(
         names = " and ".join(f"{old} {shown(given[old])}" for old in rule.old if old in given)
         other = current(rule.new)
         if value is None and rule.value is not None:
+            kept = before(rule.new) if other is _MISSING else other
+            if rule.on(kept):
+                raise UserError(
+                    f"{names} {where}: {rule.new} would remain {shown(kept)}; set {rule.new}, "
+                    "which replaces the old key"
+                )
             notes.append(f"{names} has no effect now: set {rule.new}")
             continue
         if other is not _MISSING and other != value and not rule.wins:

@@ -1,6 +1,7 @@
 """Logging: a structured file for each rank, and rank 0's lines on the screen.
 
-Debug lines are only in the files: they explain, and ask for no action.
+Debug lines are only in the files: they explain, and ask for no action. During a run the root logger
+gets no lines, so a script that configures logging sees none of them twice.
 """
 
 from __future__ import annotations
@@ -85,8 +86,7 @@ class _Screen(logging.Handler):
 
 def to_screen(terminal: TextIO | None) -> None:
     """Log to a terminal, or to stderr without one; for rank 0."""
-    logger.setLevel(logging.DEBUG)
-    logger.addHandler(_Screen(terminal))
+    _add(_Screen(terminal))
 
 
 def to_file(directory: Path, rank: int, host: str) -> None:
@@ -97,20 +97,30 @@ def to_file(directory: Path, rank: int, host: str) -> None:
     """
     handler = _File(directory / f"rank_{rank:05d}.jsonl", delay=True)
     handler.setFormatter(_Json(rank, host))
-    logger.setLevel(logging.DEBUG)
-    logger.addHandler(handler)
+    _add(handler)
     handler.open()
 
 
 def close_files() -> None:
     """Stop logging to files, because this process's rank may change."""
-    for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
-        logger.removeHandler(handler)
-        handler.close()
+    _remove(_File)
 
 
 def close() -> None:
     """Stop all logging, so that the next run in this process starts without handlers."""
-    for handler in list(logger.handlers):
+    _remove(_File, _Screen)
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+
+
+def _add(handler: logging.Handler) -> None:
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    logger.addHandler(handler)
+
+
+def _remove(*kinds: type[logging.Handler]) -> None:
+    """Remove hvdtrain's own handlers; handlers that a script has added stay."""
+    for handler in [h for h in logger.handlers if isinstance(h, kinds)]:
         logger.removeHandler(handler)
         handler.close()

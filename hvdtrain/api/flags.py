@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import Config, presets
-from hvdtrain.config_files import read_yaml
+from hvdtrain.config_files import flag_names, read_yaml
+from hvdtrain.config_renames import RENAMED
 from hvdtrain.engine.config import RunConfig
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.run_directory import default_id
@@ -81,6 +82,14 @@ def configuration_words(words: Sequence[str]) -> Iterator[str]:
             yield word
             if not assigned:
                 yield from itertools.islice(rest, 1)
+
+
+def without_dot(words: Sequence[str]) -> Iterator[str]:
+    """Say how a script sets a current key that is none of `configuration_words`, unlike its old."""
+    given = {*flag_names(words)}
+    for rule in RENAMED:
+        if "." not in rule.new and not given.isdisjoint(rule.old):
+            yield f"set {rule.new} with config=, as flags without a dot are the script's own"
 
 
 def _word(value: Any) -> str:

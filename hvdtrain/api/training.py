@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from hvdtrain import comm, log
-from hvdtrain.api.flags import config_flags, configuration_words
+from hvdtrain.api.flags import config_flags, configuration_words, without_dot
 from hvdtrain.config import Settings, parse
 from hvdtrain.data.mixture import fingerprint_of
 from hvdtrain.engine.callbacks.evaluate import evaluating
@@ -166,6 +166,7 @@ def training(
             temporary = TemporaryDirectory(prefix="hvdtrain-", ignore_cleanup_errors=True)
             flags[flags.index("--run.root=null")] = f"--run.root={temporary.name}"
         settings = parse([task, *file, *own_flags], flags)
+        settings.replaced += tuple(without_dot(own_flags))
         if settings.config.parallel.any:
             raise UserError(
                 "parallel.*: a script with its own loop trains a model that every rank holds "

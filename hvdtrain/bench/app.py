@@ -86,7 +86,7 @@ class AppLoop:
         self._loop.close()
         if self._recorder is not None:
             self._recorder.close()
-        log.close_files()
+        log.close()
         self._strategy.close()
 
     def run(self, steps: int) -> float:

@@ -35,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--host",
-        help=f"with --serve: address to listen on (default: {_HOST}); if other hosts can reach it, "
-        "the URL contains a token",
+        help=f"with --serve: address to listen on (default: {_HOST})",
     )
     parser.add_argument(
         "--port", type=int, help=f"with --serve: port to listen on (default: {_PORT})"

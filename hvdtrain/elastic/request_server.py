@@ -21,12 +21,13 @@ from horovod.runner.common.util import secret as signatures
 from horovod.runner.common.util.hosts import SlotInfo
 
 from hvdtrain.elastic.rendezvous import Driver, handle_get, handle_report
+from hvdtrain.runtime.environment import answer_seconds
 from hvdtrain.untrusted import printable
 
 _HEAD_SECONDS, _BODY_SECONDS = 3.0, 30.0  # to receive a request
-# How long a request is held. Its sender repeats it, which thousands of ranks must not do often: a
-# rank sends its whole row again. They wait for 5 and 10 s.
-_JOIN_SECONDS, _EXCHANGE_SECONDS = 2.0, 5.0
+_JOIN_SECONDS = 2.0  # how long a request is held; its sender waits for 5 s, and repeats it
+# A rank that waits for addresses is sent a space after each of these intervals; it waits for 10 s.
+_ALIVE_SECONDS = 5.0
 _HEAD_BYTES = 1 << 14
 _BODY_BYTES = 64 << 20
 _BACKLOG = 4096
@@ -222,10 +223,20 @@ class RequestServer:
     async def _send_column(
         self, writer: asyncio.StreamWriter, exchange: _AddressExchange, rank: int
     ) -> None:
-        """Wait until all ranks of a scope have sent their rows; send this rank's column."""
-        if not exchange.over.is_set():
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(exchange.over.wait(), _EXCHANGE_SECONDS)
+        """Wait until all ranks of a scope have sent their rows; send this rank's column.
+
+        The request is held until its sender gives up, because a rank that repeats it sends its
+        whole row again. Spaces before the status line, which Horovod's client skips, keep the
+        connection alive.
+        """
+        deadline = self._loop.time() + answer_seconds(exchange.size)
+        while not exchange.over.is_set():
+            try:
+                await asyncio.wait_for(exchange.over.wait(), _ALIVE_SECONDS)
+            except asyncio.TimeoutError:
+                if self._loop.time() >= deadline:
+                    break
+                writer.write(b" ")
         if exchange.given_up or not exchange.over.is_set():
             _send(writer, *(_GIVEN_UP if exchange.given_up else _NOT_YET))
             return
@@ -282,6 +293,8 @@ class _AddressExchange:
             self._of_rows = [bytearray(self.size) for _ in range(length)]
         if length != len(self._of_rows) or left:
             raise ValueError(f"a row of {len(row)} bytes")
+        if self._nonces.get(rank) == row[:_NONCE_BYTES]:
+            return  # repeated
         for position, of_rows in enumerate(self._of_rows):
             values = row[_NONCE_BYTES + position :: length]
             of_rows[rank] = values[0]

@@ -32,10 +32,16 @@ STUB = """\
 import json, os, sys
 if sys.argv[1:3] in (["job", "id"], ["getattr", "size"]):  # of flux
     sys.exit(print(7 if sys.argv[1] == "job" else 2))
+if sys.argv[1:4] == ["--parent", "job", "info"]:
+    sys.exit(print(os.environ["STUB_JOBSPEC"]))
+if sys.argv[1] == "-c":  # of python
+    sys.argv[:] = sys.argv[2:]
+    sys.exit(exec(sys.argv[0]))
 if sys.argv[1:] == ["--version"]:
     sys.exit(print(os.environ.get("STUB_MPI", "mpirun (Open MPI) 4.1.4")))
 with open(os.environ["STUB_CALLS"], "a") as file:
-    file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n")
+    read = [sys.stdin.read()] if sys.argv[1:4] == ["--parent", "job", "submit"] else []
+    file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:], *read]) + "\\n")
 sys.exit(int(os.environ.get("STUB_EXIT", "0")) if "hvdtrain" in " ".join(sys.argv[1:]) else 0)
 """
 SCHEDULERS = {
@@ -133,8 +139,16 @@ def test_flux_script_starts_one_agent_per_node_and_is_resubmitted(written: Writt
     assert args.slots == 2 and not (args.hosts or args.hostfile or args.slurm)
     assert args.config.train.steps == 30 and args.config.run.id == "7"
     assert KEYS[-1] in words, "bash has read a key"
-    code, (_, again) = call(script, "flux", STUB_EXIT="75")
-    assert code == 75 and again == ["flux", "--parent", "batch", str(script)]
+    # The original jobspec has the options, the script and its arguments, and the environment.
+    job = {
+        "attributes": {"system": {"environment": {"HOME": "/home/a"}, "queue": "gpu"}},
+        "tasks": [{"command": ["flux", "broker", "{{tmpdir}}/script", "--optim.lr", "0.1"]}],
+    }
+    code, (_, again) = call(script, "flux", STUB_EXIT="75", STUB_JOBSPEC=json.dumps(job))
+    assert code == 75 and again[:-1] == ["flux", "--parent", "job", "submit"]
+    new = {"HOME": "/home/a", "HVDTRAIN_RUN": "7", "HVDTRAIN_RESTARTS": "1"}
+    job["attributes"]["system"]["environment"] = new
+    assert json.loads(again[-1]) == job
     code, (words,) = call(script, "flux", STUB_EXIT="75", HVDTRAIN_RUN="f1", HVDTRAIN_RESTARTS="20")
     assert code == 75 and launched(words).config.run.id == "f1"
     code, calls = call(script, "flux", STUB_EXIT="2")

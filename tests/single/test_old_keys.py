@@ -10,8 +10,9 @@ import yaml
 
 from hvdtrain import cli
 from hvdtrain.config import parse, with_current_names
-from hvdtrain.config_renames import DROPPED, RENAMED, recorded
+from hvdtrain.config_renames import DROPPED, RENAMED, TASK_SECTIONS, recorded
 from hvdtrain.errors import UserError
+from hvdtrain.tasks import BUILT_IN
 from tests.support.runs import TINY, run
 
 FORMAT_1 = Path(__file__).resolve().parents[1] / "data/format-1"
@@ -71,6 +72,26 @@ def test_old_keys_of_a_file_are_replaced_before_flags_override_them(tmp_path: Pa
     assert "train.epochs 3 is now train.duration" in settings.warning
 
 
+@pytest.mark.parametrize(
+    ("content", "flag", "key"),
+    [
+        ("batch.micro_size: auto", "--memory.fit=false", "batch.micro_size"),
+        ("memory: {fit: true}", "--memory.fit=false", "batch.micro_size"),
+        ("train: {duration: 3 epochs}", "--train.epochs=0", "train.duration"),
+    ],
+)
+def test_old_flag_cannot_switch_off_what_a_file_sets(
+    tmp_path: Path, content: str, flag: str, key: str
+) -> None:
+    file = tmp_path / "on.yaml"
+    file.write_text(f"{content}\n")
+    with pytest.raises(UserError, match=f"on the command line: {key} would remain .* set {key}"):
+        parse([f"--config={file}", flag])
+    file.write_text("{batch.micro_size: 8, batch.global_size: 8, train.duration: 9}\n")
+    settings = parse([f"--config={file}", flag])
+    assert (settings.config.batch.micro_size, settings.config.train.steps) == (8, 9)
+
+
 def test_old_keys_in_a_tasks_defaults_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +138,7 @@ def test_task_may_use_an_old_key_for_itself(
         ("--compile.enabled true --compile false", "compile replaces the old key"),
         ("--train.steps", "train.steps: a value is expected"),
         ("--tabular.data x", "unknown key tabular.data"),
+        ("--memory.fit false --batch.micro_size auto", "batch.micro_size would remain .auto.; set"),
     ],
 )
 def test_contradiction_of_old_and_current_key_is_refused(flags: str, message: str) -> None:
@@ -152,6 +174,15 @@ def test_recorded_configuration_is_read_without_a_task() -> None:
     assert "straggler_threshold" not in found["telemetry"] and found["batch"] == content["batch"]
     both = {"train": {"steps": 3, "epochs": 2}}  # edited: reports show what is there
     assert recorded(both) == both
+
+
+def test_recorded_sections_of_a_task_of_its_own_stay_as_they_are() -> None:
+    own = {"image": {"data": "x", "cache": 3}, "model": {"attention": "mine", "block_size": 7}}
+    content = {"task": "mine:Mine", "train": {"steps": 3}, **own}
+    assert recorded(content) == {"task": "mine:Mine", "train": {"duration": 3}, **own}
+    built_in = recorded(content | {"task": "image"})
+    assert built_in["data"] == {"train": "x", "cache": 3} and "image" not in built_in
+    assert TASK_SECTIONS.keys() == BUILT_IN.keys()
 
 
 def test_run_of_an_older_version_resumes_with_its_own_configuration(tmp_path: Path) -> None:

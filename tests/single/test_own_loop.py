@@ -246,6 +246,17 @@ def test_script_leaves_out_words_that_are_its_own(tmp_path: Path) -> None:
     assert len(curve(tmp_path / "a")) == 12
 
 
+def test_warning_of_an_old_key_says_where_a_script_sets_its_new_key(tmp_path: Path) -> None:
+    argv = [*FLAGS, "--train.duration", "1", "--run.root", str(tmp_path), "--run.id", "a"]
+    old = ["--compile.enabled", "false"]
+    command = [warm.python(1, PRELOAD), str(SCRIPTS / "regression.py")]
+    done = runs.start(tmp_path, [*argv, *old], command=command).wait(SECONDS)
+    assert done.returncode == 0, done
+    (line,) = (line for line in done.stderr.splitlines() if "old keys" in line)
+    assert "compile.enabled false is now compile false" in line
+    assert line.endswith("set compile with config=, as flags without a dot are the script's own")
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
@@ -261,11 +272,34 @@ def test_wrong_key_of_a_script_is_refused(tmp_path: Path, flags: list[str], prob
     assert done.stderr.count("\n") == 1
 
 
+def loop_of(page: str) -> str:
+    """Return the first script on a page."""
+    return (runs.REPOSITORY / page).read_text().partition("```python\n")[2].partition("```")[0]
+
+
+def test_script_that_configures_logging_sees_each_line_once(tmp_path: Path) -> None:
+    lines = [
+        *("import logging", "logging.basicConfig(level=logging.INFO)", "logging.info('before')"),
+        "hvdtrain_logger = logging.getLogger('hvdtrain')",
+        loop_of("docs/own-loops.md") + "    hvdtrain_logger.debug('debug in the run')",
+        *("hvdtrain_logger.debug('debug after')", "hvdtrain_logger.info('after')"),
+    ]
+    script = tmp_path / "loop.py"
+    script.write_text("\n".join(lines))
+    argv = [*FLAGS, "--run.root", str(tmp_path), "--run.id", "a"]
+    command = [warm.python(1, PRELOAD), str(script)]
+    done = runs.start(tmp_path, argv, command=command).wait(SECONDS)
+    assert done.returncode == 0, done
+    assert "debug in the run" in (tmp_path / "a/logs/rank_00000.jsonl").read_text()
+    by_root = re.findall(r"^[A-Z]+:(\w+):(.*)$", done.stderr, re.MULTILINE)
+    assert by_root == [("root", "before"), ("hvdtrain", "after")], done
+    assert len(re.findall(r"hvdtrain: step 12/12 ", done.stderr)) == 1, done
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/own-loops.md"])
 def test_first_loop_of_a_page_trains(tmp_path: Path, page: str) -> None:
-    text = (runs.REPOSITORY / page).read_text()
     script = tmp_path / "loop.py"
-    script.write_text(text.partition("```python\n")[2].partition("```")[0])
+    script.write_text(loop_of(page))
     where = ["--run.root", str(tmp_path), "--run.id", "a"]
     command = [warm.python(2, PRELOAD), str(script)]
     done = runs.start(tmp_path, [*FLAGS, *where], "gloo:2", command=command).wait(SECONDS)

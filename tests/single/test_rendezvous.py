@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +20,13 @@ from horovod.runner.http.http_server import RendezvousHandler, RendezvousServer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.elastic import request_server
 from hvdtrain.elastic.rendezvous import ask, make_handler
 from hvdtrain.elastic.request_server import RequestServer, _AddressExchange
 from hvdtrain.errors import UserError
 from hvdtrain.runtime import interfaces
 from tests.soak.bench.rendezvous import rendezvous
+from tests.support.runs import environment
 
 KEY = "5a" * 32
 RANKS = 5
@@ -206,6 +210,45 @@ def test_agents_driver_holds_a_request_until_it_has_an_answer() -> None:
         assert driver.request("POST", f"/join/{WAITING}", b"{}")[0] == 200
         assert time.monotonic() - began > 1.5
     driver.server.stop()
+
+
+RANK = """
+import sys, time
+import horovod.torch as hvd
+time.sleep(float(sys.argv[1]))
+hvd.init()
+print(hvd.size())
+hvd.shutdown()
+"""
+
+
+def test_rank_sends_its_addresses_once_however_long_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows: list[bytes] = []  # their nonces: each exchange of a rank has its own
+    add = _AddressExchange.add
+
+    def counted(self: _AddressExchange, rank: int, row: bytes) -> None:
+        rows.append(row[:8])
+        add(self, rank, row)
+
+    monkeypatch.setattr(request_server, "_ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(_AddressExchange, "add", counted)
+    driver = AgentDriver()
+    driver.server.init([], 0)
+    processes = []
+    for rank in range(2):
+        names = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}
+        names |= {"CROSS_RANK": rank, "CROSS_SIZE": 2, "GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
+        names |= {"GLOO_RENDEZVOUS_PORT": driver.port, "CONTROLLER": "gloo"}
+        names |= {"CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo", "HOSTNAME": "localhost"}
+        env = environment({f"HOROVOD_{name}": str(value) for name, value in names.items()})
+        env[secret.RENDEZVOUS_SECRET] = KEY
+        argv = [sys.executable, "-c", RANK, str(2 * rank)]
+        processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True))
+    assert [process.communicate(timeout=60)[0] for process in processes] == ["2\n"] * 2
+    driver.server.stop()
+    assert rows and len(rows) == len(set(rows))
 
 
 def test_unsigned_request_is_refused_without_reading_its_body(either: Launcher) -> None:

@@ -284,11 +284,14 @@ class Served:
         self.job.wait_for("until Ctrl-C", 60)
         (self.url,) = re.findall(r"http://\S+", self.job.output())
         self.port = int(re.findall(r":(\d+)/", self.url)[0])
+        (self.token,) = re.findall(r"\?token=([\w-]{40,})", self.url)
 
     def get(self, path: str, **headers: str) -> tuple[int, str, Any]:
-        """Return status, body and headers; the name of "Cookie_" ends before the underscore."""
-        named = {name.rstrip("_").replace("_", "-"): value for name, value in headers.items()}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=named)
+        """Send a request with the token; return status, body and headers."""
+        return self.get_without_token(path, Authorization=f"Bearer {self.token}", **headers)
+
+    def get_without_token(self, path: str, **headers: str) -> tuple[int, str, Any]:
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=headers)
         opener = urllib.request.build_opener(_NoRedirect)
         try:
             with opener.open(request, timeout=30) as answer:
@@ -381,33 +384,35 @@ def test_server_survives_the_removal_of_a_run(root: Path, served: Served) -> Non
     poll(lambda: '"gone"' not in served.get("/api/runs")[1], 10, "the list without it")
 
 
-def test_public_server_requires_the_token(root: Path, tmp_path: Path) -> None:
-    with serving(tmp_path / "serve", str(root / "whole"), "--host", "0.0.0.0") as served:
-        query = served.url.partition("?")[2]
-        (token,) = re.findall(r"token=([\w-]{40,})", query)
-        assert query.endswith("run=whole")
-        for path in (
-            "/",
-            "/api/runs",
-            "/report?name=whole",
-            f"/?token={token[:-1]}",
-            "/?token=%ff",
-        ):
-            assert served.get(path)[0] == 401, path
-        status, _, headers = served.get(f"/?{query}")
+def test_server_requires_the_token_from_the_printed_url(root: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "serve", str(root / "whole")) as served:
+        get, token, query = served.get_without_token, served.token, served.url.partition("?")[2]
+        assert query == f"token={token}&run=whole"
+        paths = ("/", "/api/runs", "/report?name=whole", f"/?token={token[:-1]}", "/?token=%ff")
+        for path in paths:
+            status, said, _ = get(path)
+            assert status == 403 and said.count("\n") == 1, path
+            assert "open the URL that hvdtrain report --serve printed" in said
+        status, _, headers = get(f"/?{query}")
         assert status == 303 and headers["Location"] == "?run=whole"
         cookie = headers["Set-Cookie"]
         assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
         pair = cookie.partition(";")[0]
-        assert served.get("/api/runs", Cookie=f"a=b; {pair}")[0] == 200
-        assert served.get("/api/runs", Cookie=f"{pair}x")[0] == 401
-        assert served.get("/api/runs", Authorization=f"Bearer {token}")[0] == 200
-        rows = json.loads(served.get("/api/runs", Cookie=pair)[1])["runs"]
+        assert get("/api/runs", Cookie=f"a=b; {pair}")[0] == 200
+        assert get("/api/runs", Cookie=f"{pair}x")[0] == 403
+        assert get("/api/runs", Authorization=f"Bearer {token}")[0] == 200
+        rows = json.loads(get("/api/runs", Cookie=pair)[1])["runs"]
         assert [row["name"] for row in rows] == ["whole"], "only this one was asked for"
-        assert served.get("/api/run?name=short", Cookie=pair)[0] == 404
+        assert get("/api/run?name=short", Cookie=pair)[0] == 404
         served.job.send(signal.SIGINT)
         done = served.job.wait(20)
         assert done.returncode == 0 and done.stderr == "", done
+
+
+def test_server_on_all_interfaces_names_its_host_in_the_url(root: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "serve", str(root), "--host", "0.0.0.0") as served:
+        assert served.url.startswith(f"http://{socket.gethostname()}:{served.port}/?token=")
+        assert served.get("/api/runs")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -485,7 +490,7 @@ def test_run_list_fits_a_narrow_screen(served: Served, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_run_page_is_readable_in_dark_mode(served: Served, tmp_path: Path) -> None:
     with tab(tmp_path, 900, dark=True) as page:
-        page.open(served.url + "?run=whole")
+        page.open(served.url + "&run=whole")
         page.wait("document.querySelectorAll('canvas').length", 60, "curves")
         shown = page.shown(tmp_path / "dark.png")
     assert not shown.complaints and shown.count(DARK) > 500_000

@@ -73,6 +73,18 @@ def test_run_resumed_on_as_many_or_more_ranks_keeps_its_curve(root: Path, launch
         assert weights(directory, STEPS) == weights(root / "mpirun-2", STEPS)
 
 
+@pytest.mark.parametrize(("micro_size", "idle"), [(8, 1), (4, 0)])
+def test_start_counts_the_ranks_without_a_micro_batch(
+    tmp_path: Path, micro_size: int, idle: int
+) -> None:
+    flags = ["--train.duration", "1", "--batch.micro_size", str(micro_size)]
+    done = run(tmp_path / "o", [*TINY, *flags, "--run.root", str(tmp_path)], "gloo:2")
+    assert done.returncode == 0, done
+    line = "a step has 1 micro-batch for 2 ranks: 1 without work; decrease batch.micro_size"
+    assert done.stderr.count(f"hvdtrain: {line}\n") == idle, done
+    assert done.stderr.count("without work") == idle, done
+
+
 # Under each launcher: tests/cluster (test_faults_of_state.py).
 def test_signal_to_one_rank_stops_all_with_75_and_loses_no_step(root: Path) -> None:
     where = ["--run.root", str(root), "--run.id", "stopped"]

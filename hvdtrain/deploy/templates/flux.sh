@@ -3,7 +3,7 @@
 # it should train:
 #   flux batch {{ file }}
 # Arguments after the file name are passed to hvdtrain.train; options of flux batch come before it
-# and take precedence over the options below, except when the script submits itself again.
+# and take precedence over the options below. The job is submitted again with all of them.
 #flux: --job-name={{ job.name }}
 #flux: --nodes={{ job.nodes }} --exclusive
 {% if job.cpus or job.gpus %}
@@ -58,10 +58,21 @@ while :; do
 done
 [ -z "$ended" ] && [ "$code" = 75 ] || exit "$code"
 restarts=${HVDTRAIN_RESTARTS:-0}
-by_hand="continue with: HVDTRAIN_RUN=$run flux batch {{ file }}"
+by_hand="to continue, repeat your flux batch command with HVDTRAIN_RUN=$run in front of it"
+# Flux keeps the options of flux batch, this script and its arguments in the job's jobspec.
+submit_again() {
+    flux --parent job info --original "$FLUX_ENCLOSING_ID" jobspec |
+        "${python[@]}" -c '
+import json, sys
+job = json.load(sys.stdin)
+job["attributes"]["system"]["environment"].update(word.split("=", 1) for word in sys.argv[1:])
+json.dump(job, sys.stdout)
+' "HVDTRAIN_RUN=$run" "HVDTRAIN_RESTARTS=$((restarts + 1))" |
+        flux --parent job submit
+}
 if [ "$restarts" -ge "$MAX_RESTARTS" ]; then
     echo "{{ file }}: not submitted again after $restarts restarts (MAX_RESTARTS); $by_hand" >&2
-elif HVDTRAIN_RUN=$run HVDTRAIN_RESTARTS=$((restarts + 1)) flux --parent batch {{ file }} "$@"; then
+elif submit_again; then
     echo "{{ file }}: submitted again; it resumes from its newest checkpoint"
 else
     echo "{{ file }}: Flux refuses the job; $by_hand" >&2

@@ -23,7 +23,7 @@ def guarded(app: App, names: Iterable[str], token: str, port: int) -> App:
     Args:
         names: names of this host; addresses and localhost are always allowed in a URL.
         token: a browser presents it once in the URL and then as a cookie; other clients use the
-            header "Authorization: Bearer". "": no token is required.
+            header "Authorization: Bearer".
     """
     known = {"localhost", *(name.lower() for name in names)}
     cookie = f"{_COOKIE}{port}"
@@ -31,13 +31,14 @@ def guarded(app: App, names: Iterable[str], token: str, port: int) -> App:
     def checked(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if not _is_known(environ.get("HTTP_HOST", ""), known):
             return refuse(start, HTTPStatus.FORBIDDEN, "unknown host name for this server")
-        if token:
-            if _same(_query(environ).get("token", ""), token):
-                return _redirect_without_token(environ, start, f"{cookie}={token}")
-            if not any(_same(given, token) for given in _given_tokens(environ, cookie)):
-                return refuse(
-                    start, HTTPStatus.UNAUTHORIZED, "the URL has no valid token: ?token=..."
-                )
+        if _same(_query(environ).get("token", ""), token):
+            return _redirect_without_token(environ, start, f"{cookie}={token}")
+        if not any(_same(given, token) for given in _given_tokens(environ, cookie)):
+            return refuse(
+                start,
+                HTTPStatus.FORBIDDEN,
+                "a token is required: open the URL that hvdtrain report --serve printed",
+            )
         environ[TRUST]()
         return app(environ, start)
 

@@ -175,7 +175,7 @@ def serve(path: Path, host: str, port: int) -> int:
 
     Args:
         path: a run, or a directory of runs.
-        host: an address or name of this host; if other hosts can reach it, a token is required.
+        host: an address or name of this host.
         port: if it is in use, a free port replaces it; 0: any free port.
 
     Raises:
@@ -189,7 +189,7 @@ def serve(path: Path, host: str, port: int) -> int:
             f"cannot listen on --host {host} --port {port} "
             f"({getattr(error, 'strerror', None) or error}); choose another host or port"
         ) from None
-    token = "" if _is_loopback(server) else secrets.token_urlsafe(32)
+    token = secrets.token_urlsafe(32)  # every user of this host can connect
     full = socket.gethostname()
     names = {host, full, full.partition(".")[0]}
     server.set_app(guarded(make_app(runs), names, token, server.server_port))
@@ -219,13 +219,9 @@ def _runs(path: Path) -> tuple[Runs, str]:
     return Runs(path), ""
 
 
-def _is_loopback(server: BoundedServer) -> bool:
-    return ipaddress.ip_address(str(server.server_address[0])).is_loopback
-
-
 def _url(server: BoundedServer, host: str, query: dict[str, str]) -> str:
     address = ipaddress.ip_address(str(server.server_address[0]))
     shown = socket.gethostname() if address.is_unspecified else host
     shown = f"[{shown}]" if ":" in shown else shown
     given = urlencode({name: value for name, value in query.items() if value})
-    return f"http://{shown}:{server.server_port}/{'?' + given if given else ''}"
+    return f"http://{shown}:{server.server_port}/?{given}"

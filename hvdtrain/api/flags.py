@@ -85,7 +85,10 @@ def configuration_words(words: Sequence[str]) -> Iterator[str]:
 
 
 def without_dot(words: Sequence[str]) -> Iterator[str]:
-    """Say how a script sets a current key that is none of `configuration_words`, unlike its old."""
+    """Say how to set keys that replace old keys in `words`, but have no dot.
+
+    `configuration_words` omits flags without a dot, although it accepted the old keys.
+    """
     given = {*flag_names(words)}
     for rule in RENAMED:
         if "." not in rule.new and not given.isdisjoint(rule.old):

@@ -9,16 +9,14 @@ from typing import Any
 
 from tests.support.runs import REPOSITORY
 
-TINY = ["--model.layers=1", "--model.width=16", "--model.context=16", "--batch.global_size=8"]
+TINY = ["--", "--model.layers=1", "--model.width=16", "--model.context=16", "--batch.global_size=8"]
 
 
-def _metrics(
-    action: str, steps: int, rounds: int, *flags: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    numbers = ["--steps", str(steps), "--rounds", str(rounds)]
-    argv = [sys.executable, "-m", "tests.soak.bench", action, *numbers, "--format", "json"]
+def _metrics(action: str, options: str, *flags: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run a benchmark; return its report, and its metrics by name."""
+    argv = [sys.executable, "-m", "tests.soak.bench", action, *options.split(), "--format", "json"]
     done = subprocess.run(
-        [*argv, "--", *TINY, *flags], cwd=REPOSITORY, capture_output=True, text=True, timeout=280
+        [*argv, *flags], cwd=REPOSITORY, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -27,46 +25,44 @@ def _metrics(
 
 
 def test_layout_speed_bench_matches_torch_losses_for_every_axis() -> None:
-    report, metrics = _metrics("layout-speed", 1, 2, "--model.layers=2")
+    report, metrics = _metrics("layout-speed", "--steps 1 --rounds 2", *TINY, "--model.layers=2")
     assert all(float(apart) < 1e-5 for apart in report["losses_apart"].values())
     for axis in ("shard", "pipeline", "tensor"):
         assert metrics[f"{axis} 2: hvdtrain / torch"]["aim"] == "<= 1.05"
 
 
 def test_telemetry_bench_reports_ratio_and_step_time() -> None:
-    _, metrics = _metrics("telemetry", 2, 3)
+    _, metrics = _metrics("telemetry", "--steps 2 --rounds 3", *TINY)
     assert metrics["with / without"]["aim"] == "<= 1.01"
     assert 0 < metrics["with telemetry"]["median"] < 10_000
 
 
 def test_scrape_bench_reports_step_time_and_scrape_time() -> None:
-    _, metrics = _metrics("scrape", 50, 2)
+    _, metrics = _metrics("scrape", "--steps 50 --rounds 2", *TINY)
     assert 0 < metrics["scraped every second"]["median"] < 10_000
     assert 0.05 < metrics["one scrape"]["median"] < 20, "ms"
 
 
 def test_replays_bench_reports_the_cost_of_the_default() -> None:
-    report, metrics = _metrics("replays", 10, 2)
+    report, metrics = _metrics("replays", "--steps 10 --rounds 2", *TINY)
     assert metrics["one replay in 200 steps"]["aim"] == "<= 1.0"
     assert int(report["steps_of_bitwise_identical_losses"]) > 20
 
 
+def test_start_bench_times_two_launchers_and_torchrun() -> None:
+    _, metrics = _metrics("start", "--rounds 1", *TINY)
+    for launcher in ("mpirun", "horovodrun"):
+        assert metrics[f"{launcher} / torchrun"]["aim"] == "<= 0.7"
+        assert 0.5 < metrics[launcher]["median"] < 60
+
+
 def test_agents_bench_forms_generations_under_two_drivers() -> None:
-    argv = [sys.executable, "-m", "tests.soak.bench", "agents", "--np", "16", "--rounds", "1"]
-    done = subprocess.run(
-        [*argv, "--format", "json"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    metrics = {metric["name"]: metric for metric in json.loads(done.stdout)["figures"]}
+    _, metrics = _metrics("agents", "--np 16 --rounds 1")
     assert 0 < metrics["the next generation with it"]["median"] < 60
 
 
 def test_streams_bench_compares_with_torchdata_and_webdataset() -> None:
-    numbers = ["--shards", "6", "--steps", "2", "--rounds", "1"]
-    argv = [sys.executable, "-m", "tests.soak.bench", "streams", *numbers, "--format", "json"]
-    done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    metrics = {metric["name"]: metric for metric in json.loads(done.stdout)["figures"]}
+    _, metrics = _metrics("streams", "--shards 6 --steps 2 --rounds 1")
     assert metrics["hvdtrain, stream / torchdata"]["aim"] == ">= 1"
     assert metrics["hvdtrain, TarShards / webdataset"]["median"] > 0
     assert metrics["start at step 100,000 - start at step 0"]["median"] < 2.0

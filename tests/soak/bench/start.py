@@ -33,7 +33,8 @@ def start(flags: Sequence[str], rounds: int) -> Report:
                 seconds[name].append(took)
     metrics = [BenchMetric(name, "s", values) for name, values in seconds.items()]
     for name in ("mpirun", "horovodrun"):
-        ratios = [ours / theirs for ours, theirs in zip(seconds[name], seconds["torchrun"])]
+        pairs = zip(seconds[name], seconds["torchrun"], strict=True)
+        ratios = [ours / theirs for ours, theirs in pairs]
         metrics.append(BenchMetric(f"{name} / torchrun", "x", ratios, at_most=0.7))
     return Report("start", metrics, {"steps": _STEPS})
 

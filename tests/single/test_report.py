@@ -382,7 +382,7 @@ def test_two_runs_are_compared(
     assert (other.directory / "compare.html").exists()
 
 
-def test_difference_of_configurations_compares_old_keys_by_their_current_names() -> None:
+def test_difference_of_configurations_uses_current_keys() -> None:
     old = "train: {steps: 400}\nloader: {prefetch: 2}\nrun: {id: a}\noptim: {lr: 0.1}"
     new = "train: {duration: 400}\nrun: {id: b}\noptim: {lr: 0.2}"
     assert differences({"A": old, "B": new}).rows == [["optim.lr", "0.1", "0.2"]]

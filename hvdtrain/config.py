@@ -128,6 +128,7 @@ class Settings:
         task_config: the task's own keys as an instance of its `Config`, or None
         resolved: the whole configuration as YAML that reproduces it
         replaced: sentences about old keys that were given
+        unread: flags that a script with its own loop keeps to itself, although they are keys
     """
 
     config: Config
@@ -135,13 +136,20 @@ class Settings:
     task_config: Any
     resolved: str
     replaced: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def warning(self) -> str:
-        """What to change because of old keys; "" if there are none."""
-        if not self.replaced:
-            return ""
-        return f"old keys, which the next release refuses: {'; '.join(self.replaced)}"
+        """What to change because of old or unread keys; "" if there are none."""
+        sentences = []
+        if self.replaced:
+            sentences.append(
+                f"old keys, which the next release refuses: {'; '.join(self.replaced)}"
+            )
+        if self.unread:
+            names = ", ".join(f"--{name}" for name in self.unread)
+            sentences.append(f"hvdtrain leaves {names} to the script: set them with config=")
+        return "; ".join(sentences)
 
     def warn(self) -> Settings:
         """Print the warning, if there is one, for commands that do not train; return self."""

@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,10 @@ def task_flag(task: str | type) -> str:
     )
 
 
+# The script has its own optimizer; hvdtrain clips and averages.
+_OPTIM_KEYS = ("optim.clip_norm", "optim.ema_decay")
+
+
 def _importable(task: type) -> str:
     name, module = task.__qualname__, task.__module__
     if module != "__main__" and "." not in name:
@@ -82,6 +86,23 @@ def configuration_words(words: Sequence[str]) -> Iterator[str]:
             yield word
             if not assigned:
                 yield from itertools.islice(rest, 1)
+
+
+def unread_words(words: Sequence[str], config: str | Path | Mapping[str, Any]) -> Iterator[str]:
+    """Yield keys among a script's own flags, and --config, that `config` does not set."""
+    if isinstance(config, Mapping):
+        keys = {field.name for field in fields(Config) if field.default is not MISSING}
+        yield from sorted({"config", *keys}.intersection(flag_names(words)).difference(config))
+
+
+def check_effect(words: Sequence[str]) -> None:
+    """Raise UserError if a flag sets what a script with its own loop controls."""
+    for key in flag_names(words):
+        if key.startswith(("optim.", "schedule.")) and key not in _OPTIM_KEYS:
+            raise UserError(
+                f"{key} on the command line has no effect: the script has its own optimizer and "
+                f"learning rate; of optim and schedule, only {' and '.join(_OPTIM_KEYS)} apply"
+            )
 
 
 def without_dot(words: Sequence[str]) -> Iterator[str]:

@@ -29,7 +29,13 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from hvdtrain import comm, log
-from hvdtrain.api.flags import config_flags, configuration_words, without_dot
+from hvdtrain.api.flags import (
+    check_effect,
+    config_flags,
+    configuration_words,
+    unread_words,
+    without_dot,
+)
 from hvdtrain.config import Settings, parse
 from hvdtrain.data.mixture import fingerprint_of
 from hvdtrain.engine.callbacks.evaluate import evaluating
@@ -157,8 +163,9 @@ def training(
         else:
             flags = [*config_flags(config or {})]
         in_notebook = _interactive() and not hasattr(sys.modules["__main__"], "__file__")
-        given = () if in_notebook else sys.argv[1:]
-        own_flags = [*configuration_words(given if argv is None else argv)]
+        words = argv if argv is not None else [] if in_notebook else sys.argv[1:]
+        own_flags = [*configuration_words(words)]
+        check_effect(own_flags)
         temporary = None
         if "--run.root=null" in flags:
             if launched_size() not in (None, 1):
@@ -167,6 +174,7 @@ def training(
             flags[flags.index("--run.root=null")] = f"--run.root={temporary.name}"
         settings = parse([task, *file, *own_flags], flags)
         settings.replaced += tuple(without_dot(own_flags))
+        settings.unread = tuple(unread_words(words, config or {}))
         if settings.config.parallel.any:
             raise UserError(
                 "parallel.*: a script with its own loop trains a model that every rank holds "

@@ -608,7 +608,8 @@ def log_summary(
         logger.warning("%s could not be written", plural(writer.failures, "checkpoint"))
     last: dict[str, Any] = callbacks.log.last
     if not last:
-        logger.info("step %d of %d was done already", loop.progress.step, loop.train.steps)
+        done, duration = loop.progress.step, loop.train.steps
+        logger.info("nothing to do: the run has done %d of %d steps", done, duration)
     sample = optional(components.task, "sample")
     # Rank 0 alone cannot compute with a model that spans ranks.
     if sample is not None and not loop.preempted and components.strategy.holds_whole_model:

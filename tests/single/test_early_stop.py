@@ -119,7 +119,7 @@ def test_early_stopping_works_on_two_ranks_and_after_a_resume(
     found = {m["step"]: m["validation_loss"] for m in ours if "validation_loss" in m}
     assert ours[-1]["step"] == min(found, key=lambda step: found[step]) + 15
     ended = _run(tmp_path, "half", "--schedule.name", "constant")
-    assert ended.returncode == 0 and "was done already" in ended.stderr, ended
+    assert ended.returncode == 0 and "nothing to do: the run has done" in ended.stderr, ended
     assert cli.main(["audit", str(tmp_path / "half")]) == 0, capsys.readouterr().out
     events = (tmp_path / "half/events.jsonl").read_text().splitlines()
     stops = [json.loads(line) for line in events if "early_stop" in line]

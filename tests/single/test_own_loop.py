@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.api.flags import unread_words
+from hvdtrain.config import parse
 from tests.support import runs, warm
 from tests.support.scripts import misuse
 
@@ -246,6 +248,17 @@ def test_script_leaves_out_words_that_are_its_own(tmp_path: Path) -> None:
     assert len(curve(tmp_path / "a")) == 12
 
 
+def test_keys_that_are_left_to_the_script_are_named() -> None:
+    words = ["--config", "nope.yaml", "--seed=7", "--verbose", "--train.duration", "5"]
+    assert [*unread_words(words, {})] == ["config", "seed"]
+    assert [*unread_words(words, {"seed": 7})] == ["config"]
+    assert not [*unread_words(words, "run.yaml")]
+    settings = parse([])
+    settings.unread = ("config", "seed")
+    expected = "hvdtrain leaves --config, --seed to the script: set them with config="
+    assert settings.warning == expected
+
+
 def test_warning_of_an_old_key_says_where_a_script_sets_its_new_key(tmp_path: Path) -> None:
     argv = [*FLAGS, "--train.duration", "1", "--run.root", str(tmp_path), "--run.id", "a"]
     old = ["--compile.enabled", "false"]
@@ -263,6 +276,8 @@ def test_warning_of_an_old_key_says_where_a_script_sets_its_new_key(tmp_path: Pa
         (["--train.step", "3"], "unknown key train.step"),
         (["--parallel.tensor", "2"], "trains a model that every rank holds completely"),
         (["--integrity.replay_every", "5"], "cannot replay its micro-batches: use 0"),
+        (["--optim.lr", "5"], "optim.lr on the command line has no effect"),
+        (["--schedule.name=linear"], "only optim.clip_norm and optim.ema_decay apply"),
     ],
 )
 def test_wrong_key_of_a_script_is_refused(tmp_path: Path, flags: list[str], problem: str) -> None:

@@ -38,7 +38,7 @@ module load {{ module }}
 {% endfor %}
 
 set -euo pipefail
-cd "$SLURM_SUBMIT_DIR"
+cd "${SLURM_SUBMIT_DIR:?submit this file with sbatch}"
 python=(python)
 arguments=(
 {% if job.run_id is none %}

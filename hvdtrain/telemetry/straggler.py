@@ -40,8 +40,11 @@ COLUMNS = (
     *(f"{phase}_memory_peak_bytes" for phase in PHASES),
 )
 KINDS = ("data", "compute", "checkpoint")
-# Number of consecutive exchanges after which a rank is reported as slow, or as no longer slow.
+# Number of consecutive exchanges after which a rank is reported as slow, or as no longer slow, and
+# the seconds that they must span: with short steps, a few exchanges pass while another process has
+# a rank's core.
 CONSECUTIVE = 3
+_EVIDENCE_SECONDS = 0.2
 # Fraction of the wall time; a rank that costs less is not reported.
 _SIGNIFICANT = 0.05
 
@@ -124,6 +127,7 @@ class _Slow:
         self._threshold = threshold
         self._slow = torch.zeros(number, dtype=torch.bool)
         self._in_a_row = torch.zeros(number, dtype=torch.int64)  # consecutive contrary exchanges
+        self._seconds = torch.zeros(number, dtype=torch.float64)  # of these exchanges
         self.kinds: dict[int, str] = {}
 
     def look(self, own: Tensor, wall: Tensor, groups: Iterable[list[int]]) -> list[StragglerChange]:
@@ -141,9 +145,12 @@ class _Slow:
             costs[group] = total - total.nan_to_num(torch.inf).min()
             behind[group] -= own[group].nanmedian(dim=0).values
         slow = (found < self._threshold) & (costs > _SIGNIFICANT * wall)
-        self._in_a_row = torch.where(slow != self._slow, self._in_a_row + 1, 0)
-        changed = self._in_a_row >= CONSECUTIVE
+        contrary = slow != self._slow
+        self._in_a_row = torch.where(contrary, self._in_a_row + 1, 0)
+        self._seconds = torch.where(contrary, self._seconds + wall, 0.0)
+        changed = (self._in_a_row >= CONSECUTIVE) & (self._seconds >= _EVIDENCE_SECONDS)
         self._in_a_row[changed] = 0
+        self._seconds[changed] = 0.0
         self._slow ^= changed
         changes = []
         for one in changed.nonzero().flatten().tolist():

@@ -76,6 +76,14 @@ def test_slowness_of_fewer_comparisons_is_tolerated() -> None:
         assert watch.look(_table(*WELL)) == []
 
 
+def test_slowness_of_a_few_short_steps_is_tolerated() -> None:
+    quick = _row(data=0, compute=0.002, comm=0.003)
+    watch, rows = StragglerWatch(0.75, _plain(2)), [quick, _row(data=0, compute=0.005, comm=0)]
+    assert _last(watch, rows, CONSECUTIVE) == []
+    assert _last(watch, rows, 38 - CONSECUTIVE) == []  # 0.19 s
+    assert [found for _ in range(5) for found in watch.look(_table(*rows))], "after 0.2 s"
+
+
 def test_low_score_that_costs_the_others_no_time_is_tolerated() -> None:
     quick = [_row(data=0, compute=0.001, comm=0.1), _row(data=0, compute=0.003, comm=0.098)]
     assert scores(_table(*quick))[1] < 0.5

@@ -91,7 +91,7 @@ def configuration_words(words: Sequence[str]) -> Iterator[str]:
 def unread_words(words: Sequence[str], config: str | Path | Mapping[str, Any]) -> Iterator[str]:
     """Yield keys among a script's own flags, and --config, that `config` does not set."""
     if isinstance(config, Mapping):
-        keys = {field.name for field in fields(Config) if field.default is not MISSING}
+        keys = {f.name for f in fields(Config) if f.default is not MISSING} - {"task"}
         yield from sorted({"config", *keys}.intersection(flag_names(words)).difference(config))
 
 

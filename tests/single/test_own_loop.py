@@ -249,7 +249,16 @@ def test_script_leaves_out_words_that_are_its_own(tmp_path: Path) -> None:
 
 
 def test_keys_that_are_left_to_the_script_are_named() -> None:
-    words = ["--config", "nope.yaml", "--seed=7", "--task", "x", "--verbose", "--train.duration", "5"]
+    words = [
+        "--config",
+        "nope.yaml",
+        "--seed=7",
+        "--task",
+        "x",
+        "--verbose",
+        "--train.duration",
+        "5",
+    ]
     assert [*unread_words(words, {})] == ["config", "seed"]
     assert [*unread_words(words, {"seed": 7})] == ["config"]
     assert not [*unread_words(words, "run.yaml")]

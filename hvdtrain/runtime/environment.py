@@ -214,8 +214,8 @@ def _better_within_hosts_first(env: Mapping[str, str]) -> bool:
     """Whether a hierarchical all-reduce is faster.
 
     Over each host's link, Gloo's ring over n ranks sends 2 (n - 1) / n of a buffer, but
-    2 (h - 1) / h suffice for h hosts. MPI's own choice was faster (docs/benchmarks.md). If hosts
-    have different numbers of ranks, ranks may disagree here: Horovod then uses the ring anyway.
+    2 (h - 1) / h suffice for h hosts. MPI chooses its own algorithm, by the network. If hosts have
+    different numbers of ranks, ranks may disagree here: Horovod then uses the ring anyway.
     """
     ranks, of_host = launched_size(env) or 1, launched_local_size(env)
     gloo = "gloo" in (env.get("HOROVOD_CPU_OPERATIONS"), env.get("HOROVOD_CONTROLLER"))

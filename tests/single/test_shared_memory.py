@@ -1,4 +1,4 @@
-"""All-reduce through the memory that the ranks of a host share: patch 0027, on three ranks."""
+"""All-reduce through the memory that the ranks of a host share, and without: patches 0027, 0032."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ RANKS = 3
 TIMEOUT = 2
 
 
-def _run(directory: Path, launcher: str, module: str, *words: str, **env: str) -> Finished:
-    command = [warm.python(RANKS), "-m", module]
+def _run(
+    directory: Path, launcher: str, module: str, *words: str, ranks: int = RANKS, **env: str
+) -> Finished:
+    command = [warm.python(ranks), "-m", module]
     settings = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", **env}
-    return runs.start(directory, words, f"{launcher}:{RANKS}", settings, command).wait(60)
+    return runs.start(directory, words, f"{launcher}:{ranks}", settings, command).wait(60)
 
 
 @pytest.mark.parametrize("launcher", ["gloo", "mpirun"])
@@ -40,3 +42,10 @@ def test_exchange_fails_when_a_rank_is_lost(tmp_path: Path, number: str, within:
     seconds = [float(text) for text in re.findall(r"failed after ([\d.]+) s", done.stdout)]
     assert len(seconds) == RANKS - 1, done
     assert max(seconds) < within, done
+
+
+def test_small_sum_over_gloo_takes_pairs_of_ranks(tmp_path: Path) -> None:
+    off = {"HOROVOD_SHARED_MEMORY": "0"}
+    done = _run(tmp_path, "gloo", "tests.support.small_sums", ranks=7, **off)
+    assert done.returncode == 0, done
+    assert done.stdout.count("agrees") == 7

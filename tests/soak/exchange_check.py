@@ -60,19 +60,19 @@ def _exchange(strategies: str, steps: int) -> list[str]:
 
 _ALLREDUCE = ["allreduce", "--np", "2", *TWO_HOSTS, "--sizes", "32M", "--rounds", "3"]
 _FOUR_A_HOST = [
-    *("scaling", "--np", "8", "--hosts", "node1:4,node2:4", "--steps", "6", "--rounds", "3"),
+    *("scaling", "--np", "8", "--hosts", "node1:4,node2:4", "--steps", "6", "--rounds", "5"),
     *("--", *EIGHT_RANKS),
 ]
 ROWS: Mapping[str, Callable[[PinnedHosts], bool]] = {
     "scaling-400": Bench(_scaling(3), mbit=400),
     "interleaved-400": Bench(_scaling(3, "--batch.interleave=2"), mbit=400),
-    "scaling-2000": Bench(_scaling(3), mbit=2000),
-    "scaling-unlimited": Bench(_scaling(3)),
+    "scaling-2000": Bench(_scaling(5), mbit=2000),
+    "scaling-unlimited": Bench(_scaling(5)),
     "scaling-float16": Bench(_scaling(3, "--exchange.wire=float16"), mbit=400),
     "interleaved-float16": Bench(
         _scaling(3, "--exchange.wire=float16", "--batch.interleave=2"), mbit=400
     ),
-    "one-host": Bench(["scaling", "--np", "2", "--steps", "20", "--rounds", "3"], hosts=False),
+    "one-host": Bench(["scaling", "--np", "2", "--steps", "20", "--rounds", "5"], hosts=False),
     "flat-400": Bench([*_FOUR_A_HOST, "--exchange.hierarchical=off"], mbit=400),
     "hierarchical-400": Bench([*_FOUR_A_HOST, "--exchange.hierarchical=on"], mbit=400),
     "allreduce-unlimited": Bench(_ALLREDUCE),

@@ -25,7 +25,7 @@ from hvdtrain.runtime.device import (
     rounding,
     use_deterministic_kernels,
 )
-from hvdtrain.runtime.memory import PeakMemory, keep_freed_memory
+from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.phases import PhaseTimer, cuda_event
 from hvdtrain.tasks import Datasets, Task
@@ -143,8 +143,6 @@ def prepare(
     # In an elastic run local ranks change, but a process keeps its GPU.
     device_index = start.local_rank if start.elastic else None
     device = on_all_ranks("device", lambda: choose_device(topology, device_index))
-    if device.type == "cpu":
-        keep_freed_memory()
     precision = on_all_ranks(
         "precision", lambda: build_precision(settings.config.precision, device)
     )

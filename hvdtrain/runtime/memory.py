@@ -1,9 +1,7 @@
-"""Memory of this process: what is kept for the next step, peaks, and what to do if it runs out."""
+"""Peak memory of this process, on the host and on its device, and what to do if it runs out."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,33 +10,8 @@ import torch
 
 from hvdtrain.runtime.phases import PhaseTimer
 
-# Of glibc: https://man7.org/linux/man-pages/man3/mallopt.3.html
-_LIBC = ctypes.CDLL(None)
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_NEVER = -1
-_LARGE = 1 << 30  # bytes: blocks from this size on are still returned when they are freed
-# Variables with which users choose such settings themselves.
-_CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-
-
-def keep_freed_memory() -> None:
-    """Make malloc keep freed memory for the next step, unless the user has chosen settings.
-
-    By default glibc returns large freed blocks to the kernel, and each step that allocates them
-    again waits for page faults: 2 to 3 % of a step of a GPT of 10.9M parameters.
-    """
-    if hasattr(_LIBC, "mallopt") and not any(name in os.environ for name in _CHOSEN):
-        _LIBC.mallopt(_M_MMAP_THRESHOLD, _LARGE)
-        _LIBC.mallopt(_M_TRIM_THRESHOLD, _NEVER)
-
-
-def _return_freed_memory() -> None:
-    """Return freed memory to the kernel now: it is resident, so it would count as used."""
-    if hasattr(_LIBC, "malloc_trim"):
-        _LIBC.malloc_trim(0)
 
 
 class HighWater:
@@ -61,8 +34,6 @@ class HighWater:
 
     def set_back(self) -> bool:
         """Reset the marks; return whether the kernel allows resetting the host's mark."""
-        if self._device is None:
-            _return_freed_memory()
         if self._settable:
             try:
                 _CLEAR_REFS.write_text("5")  # proc(5): sets VmHWM to the current resident size

@@ -147,8 +147,12 @@ class Settings:
                 f"old keys, which the next release refuses: {'; '.join(self.replaced)}"
             )
         if self.unread:
-            names = ", ".join(f"--{name}" for name in self.unread)
-            sentences.append(f"hvdtrain leaves {names} to the script: set them with config=")
+            names = " and ".join(f"--{name}" for name in self.unread)
+            are, them = ("is", "it") if len(self.unread) == 1 else ("are", "them")
+            sentences.append(
+                f"{names} {are} left to the script; to set {them} for hvdtrain, pass config= to "
+                "hvdtrain.training"
+            )
         return "; ".join(sentences)
 
     def warn(self) -> Settings:

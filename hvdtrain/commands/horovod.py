@@ -21,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     builder.add_argument(
         "--without-mpi",
         action="store_true",
-        help="for a machine without MPI: ranks can be started with horovodrun --gloo only",
+        help="for a machine without MPI: ranks can be started with horovodrun --gloo or hvdtrain "
+        "launch (with hosts: --controller gloo), not with mpirun",
     )
     builder.add_argument(
         "--wheel-dir",

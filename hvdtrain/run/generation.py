@@ -130,9 +130,6 @@ class Generation:
         """
         self._context.heartbeat.beat(Activity.PREPARING)
         check_hierarchical(self._config, self._topology)
-        warning = self._launched.settings.warning
-        if warning and self._persistent.initial and self._topology.rank == 0:
-            logger.warning("%s", warning)
         self._persistent.phase = STATE_TRANSFER
         source, targets = self._compare_ranks()
         if self._components.exporter is not None:
@@ -299,6 +296,10 @@ class Generation:
         persistent = self._persistent
         begun = persistent.newest is not None
         persistent.open_directory(self._topology, self._claim(), self._someone_trained(), begun)
+        # Not before: the handlers of this rank's file and of the screen exist now.
+        warning = self._launched.settings.warning
+        if warning and persistent.initial and self._topology.rank == 0:
+            logger.warning("%s", warning)
 
     def _claim(self) -> Claim | None:
         """Claim of this generation to the run directory; None if the run is not elastic."""

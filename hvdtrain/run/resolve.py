@@ -90,7 +90,10 @@ class Resolved:
 
 
 def _epochs(done: int, whole: int, samples: int) -> str:
-    return f"{done / whole:.2f} epochs of {plural(samples, 'sample')}"
+    epochs = f"{done / whole:.2f}"
+    if done and epochs == "0.00":
+        epochs = "<0.01"
+    return f"{epochs} epochs of {plural(samples, 'sample')}"
 
 
 def resolve(settings: Settings, topology: Topology, datasets: Datasets) -> Resolved:

@@ -35,6 +35,8 @@ def test_description_of_the_run_length_is_accurate() -> None:
     said = Resolved(config, RunBuckets(), 1000).describe_length()
     assert said == "94 steps of 32 samples: 3.01 epochs of 1,000 samples"
     config = parse(["--train.duration", "1"]).config
+    short = Resolved(config, RunBuckets(), 100_000).describe_length()
+    assert short == "1 step of 32 samples: <0.01 epochs of 100,000 samples"
     unknown = Resolved(config, RunBuckets(), 0).describe_length()
     assert unknown == "1 step of 32 samples; the length of the data is unknown"
 

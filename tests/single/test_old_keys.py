@@ -200,6 +200,7 @@ def test_one_rank_warns_of_old_keys_in_one_line(tmp_path: Path) -> None:
     done = run(tmp_path, [*TINY, "--run.root", str(tmp_path), *keys], "gloo:2")
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stderr.splitlines() if "train.duration" in line)
+    assert "hvdtrain: warning: old keys" in line and line.count("warning") == 1
     assert "train.steps 1 is now train.duration 1" in line
     assert "loader.prefetch has no effect now: each worker loads 2 micro-batches ahead" in line
 

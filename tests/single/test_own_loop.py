@@ -264,8 +264,11 @@ def test_keys_that_are_left_to_the_script_are_named() -> None:
     assert not [*unread_words(words, "run.yaml")]
     settings = parse([])
     settings.unread = ("config", "seed")
-    expected = "hvdtrain leaves --config, --seed to the script: set them with config="
-    assert settings.warning == expected
+    how = "to set them for hvdtrain, pass config= to hvdtrain.training"
+    assert settings.warning == f"--config and --seed are left to the script; {how}"
+    settings.unread = ("config",)
+    how = "to set it for hvdtrain, pass config= to hvdtrain.training"
+    assert settings.warning == f"--config is left to the script; {how}"
 
 
 def test_warning_of_an_old_key_says_where_a_script_sets_its_new_key(tmp_path: Path) -> None:
@@ -275,6 +278,7 @@ def test_warning_of_an_old_key_says_where_a_script_sets_its_new_key(tmp_path: Pa
     done = runs.start(tmp_path, [*argv, *old], command=command).wait(SECONDS)
     assert done.returncode == 0, done
     (line,) = (line for line in done.stderr.splitlines() if "old keys" in line)
+    assert line.startswith("hvdtrain: warning: old keys") and line.count("warning") == 1
     assert "compile.enabled false is now compile false" in line
     assert line.endswith("set compile with config=, as flags without a dot are the script's own")
 

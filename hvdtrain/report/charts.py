@@ -103,7 +103,7 @@ def of_runs(runs: Mapping[str, Mapping[str, Points]]) -> list[Chart]:
             continue
         first, *others = drawn
         apart = [
-            series(name, _difference(first, b), b["color"], noisy=shown.noisy) | {"dash": b["dash"]}
+            series(name, _difference(first, b), b["color"], dash=b["dash"], noisy=shown.noisy)
             for b in others
             for name in (f"{b['name']} − {first['name']}",)
         ]
@@ -115,10 +115,10 @@ def of_runs(runs: Mapping[str, Mapping[str, Points]]) -> list[Chart]:
 
 
 def _metric(key: str, runs: Sequence[Mapping[str, Points]]) -> StepMetric:
-    """Return a metric as it is shown: step times of a second or more in seconds."""
+    """Return a metric as it is shown: step times in seconds if a run's median is at least 1 s."""
     shown = STEP_METRICS[key]
-    values = [y for run in runs if key in run for y in run[key]["y"] if y is not None]
-    if key == "step_seconds" and values and np.median(values) >= 1:
+    known = ([y for y in run[key]["y"] if y is not None] for run in runs if key in run)
+    if key == "step_seconds" and any(ys and np.median(ys) >= 1 for ys in known):
         return replace(shown, unit="s", name="s", factor=1.0)
     return shown
 
@@ -146,7 +146,9 @@ def _difference(a: Chart, b: Chart) -> Points:
     return to_points(x[inside], apart, 2 * COLUMNS, gaps=True)
 
 
-def series(name: str, points: Points | None, color: int, *, noisy: bool = False) -> Chart:
+def series(
+    name: str, points: Points | None, color: int, *, dash: bool = False, noisy: bool = False
+) -> Chart:
     """One line; the page can smooth it if it is noisy.
 
     `run` selects the clock of the page that converts its steps to seconds.
@@ -155,7 +157,7 @@ def series(name: str, points: Points | None, color: int, *, noisy: bool = False)
         "name": name,
         "color": color,
         "run": 0,
-        "dash": False,
+        "dash": dash,
         "noisy": noisy,
         **(points or {"x": [], "y": []}),
     }

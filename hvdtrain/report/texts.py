@@ -21,7 +21,7 @@ _MOST = 100_000  # characters of a configuration
 def of_run(path: Path) -> list[dict[str, Any]]:
     """The texts of RUN's page; a text that cannot be read is omitted. The log opens at its end."""
     title = f"Log of rank 0 (last {_LINES} lines)"
-    found = [
+    found: list[dict[str, Any]] = [
         {"title": title, "text": _log(path), "from_end": True},
         {"title": "Configuration", "text": configuration(path)[:_MOST]},
     ]

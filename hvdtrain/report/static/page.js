@@ -124,8 +124,8 @@ function makePlot(shared, above) {
       value: (u, v) => (known(v) ? xText(v) : "last") }];
     const bands = [], most = Math.max(...spec.series.map(({ x }) => x.length));
     for (const line of spec.series) {
-      const stroke = color(line.color), few = line.x.length < FEW;
-      const soft = shared.smooth > 0 && Boolean(line.noisy) && overSteps();
+      const stroke = color(line.color), soft = shared.smooth > 0 && Boolean(line.noisy) && overSteps();
+      const few = line.x.length < (soft ? 2 : FEW);
       // Each line is averaged over about the same steps, so the one with fewer points over fewer of them.
       const columns = [soft ? smoothed(line.y, shared.smooth ** (most / line.x.length)) : line.y];
       series.push({ label: line.name, stroke, width: line.dots ? 0 : 1.75, dash: line.dash ? [6, 4] : [],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,10 @@ Points = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class StepMetric:
-    """A metric over the steps; `factor` converts recorded values to the unit."""
+    """A metric over the steps; `factor` converts recorded values to the unit.
+
+    The page can smooth a metric that is noisy.
+    """
 
     title: str
     unit: str
@@ -41,20 +44,23 @@ class StepMetric:
     color: int
     factor: float = 1.0
     zero: bool = True
+    noisy: bool = True
 
     def series(self, points: Points | None) -> Chart:
-        return series(self.name, scaled(points, self.factor), self.color)
+        return series(self.name, scaled(points, self.factor), self.color, noisy=self.noisy)
 
 
 # Metrics that each line has, unless the value is not finite.
 DENSE = ("loss", "grad_norm")
 STEP_METRICS = {
     "loss": StepMetric("Loss", "", "training", BLUE, zero=False),
-    "validation_loss": StepMetric("Validation loss", "", "validation", ORANGE, zero=False),
+    "validation_loss": StepMetric(
+        "Validation loss", "", "validation", ORANGE, zero=False, noisy=False
+    ),
     "samples_per_second": StepMetric("Throughput", "samples/s", "samples/s", GREEN),
     "step_seconds": StepMetric("Step time", "ms", "ms", BLUE, 1e3),
     "grad_norm": StepMetric("Gradient norm", "", "norm", PURPLE),
-    "lr": StepMetric("Learning rate", "", "rate", ORANGE),
+    "lr": StepMetric("Learning rate", "", "rate", ORANGE, noisy=False),
     "exposed": StepMetric("Exposed communication", "% of the ranks' time", "share", RED, 100.0),
     "score": StepMetric("Score of the slowest rank", "", "score (fastest = 1)", ORANGE),
 }
@@ -63,13 +69,14 @@ STEP_METRICS = {
 def of_run(metrics: Mapping[str, Points]) -> dict[str, Chart]:
     """Return the charts of a run, by metric; the chart of the loss includes the validation loss."""
     found = {}
-    for key, shown in STEP_METRICS.items():
+    for key in STEP_METRICS:
+        shown = _metric(key, [metrics])
         drawn = [shown.series(metrics.get(key))]
         if key == "loss":
             drawn.append(STEP_METRICS["validation_loss"].series(metrics.get("validation_loss")))
         elif key == "validation_loss":
             continue
-        chart = _over_steps(key, drawn)
+        chart = _over_steps(key, shown, drawn)
         if chart["series"]:
             found[key] = chart
     return found
@@ -84,21 +91,21 @@ def of_runs(runs: Mapping[str, Mapping[str, Points]]) -> list[Chart]:
     found = []
     if len(runs) > 2:  # the bands of many runs would hide their lines
         runs = {name: _without_bands(metrics) for name, metrics in runs.items()}
-    for key, shown in STEP_METRICS.items():
+    for key in STEP_METRICS:
+        shown = _metric(key, [*runs.values()])
         drawn = [
-            series(name, scaled(metrics.get(key), shown.factor), color, run=at, dash=at % 2 == 1)
+            replace(shown, name=name, color=PALETTE[at % len(PALETTE)]).series(metrics.get(key))
+            | {"run": at, "dash": at % 2 == 1}
             for at, (name, metrics) in enumerate(runs.items())
-            for color in (PALETTE[at % len(PALETTE)],)
         ]
-        chart = _over_steps(key, drawn)
+        chart = _over_steps(key, shown, drawn)
         if not chart["series"]:
             continue
         first, *others = drawn
         apart = [
-            series(
-                f"{b['name']} − {first['name']}", _difference(first, b), b["color"], dash=b["dash"]
-            )
+            series(name, _difference(first, b), b["color"], dash=b["dash"], noisy=shown.noisy)
             for b in others
+            for name in (f"{b['name']} − {first['name']}",)
         ]
         chart["difference"] = lines("", shown.unit, apart)
         absent = [one["name"] for one in drawn if not one["x"]]
@@ -107,9 +114,17 @@ def of_runs(runs: Mapping[str, Mapping[str, Points]]) -> list[Chart]:
     return found
 
 
-def _over_steps(key: str, drawn: list[Chart]) -> Chart:
-    """Make the chart of a metric; long steps make the axis of the step time logarithmic."""
+def _metric(key: str, runs: Sequence[Mapping[str, Points]]) -> StepMetric:
+    """Return a metric as it is shown: step times in seconds if a run's median is at least 1 s."""
     shown = STEP_METRICS[key]
+    known = ([y for y in run[key]["y"] if y is not None] for run in runs if key in run)
+    if key == "step_seconds" and any(ys and np.median(ys) >= 1 for ys in known):
+        return replace(shown, unit="s", name="s", factor=1.0)
+    return shown
+
+
+def _over_steps(key: str, shown: StepMetric, drawn: list[Chart]) -> Chart:
+    """Make the chart of a metric; long steps make the axis of the step time logarithmic."""
     chart = lines(shown.title, shown.unit, drawn, zero=shown.zero, wide=key == "loss")
     every = [y for one in drawn for y in (*one["y"], *one.get("high", ())) if y is not None]
     if key == "step_seconds" and every and min(every) > 0:
@@ -132,14 +147,18 @@ def _difference(a: Chart, b: Chart) -> Points:
 
 
 def series(
-    name: str, points: Points | None, color: int, *, run: int = 0, dash: bool = False
+    name: str, points: Points | None, color: int, *, dash: bool = False, noisy: bool = False
 ) -> Chart:
-    """One line; `run` selects the clock of the page that converts its steps to seconds."""
+    """One line; the page can smooth it if it is noisy.
+
+    `run` selects the clock of the page that converts its steps to seconds.
+    """
     return {
         "name": name,
         "color": color,
-        "run": run,
+        "run": 0,
         "dash": dash,
+        "noisy": noisy,
         **(points or {"x": [], "y": []}),
     }
 

@@ -132,7 +132,11 @@ def _compared(a: Metrics, b: Metrics) -> list[Tile]:
             continue
         ratio = None if name.endswith("_share") else found[name]
         below = "" if ratio is None else "equal" if ratio == 1 else f"{ratio - 1:+.1%}"
-        shown.append(tile(label, f"{text(a[name])} → {text(b[name])}", below))
+        values = [text(m[name]) for m in (a, b)]
+        if name == "exposed_share":
+            values = [_communication(m)["value"] for m in (a, b)]
+            below = "one rank" if values == ["none", "none"] else ""
+        shown.append(tile(label, " → ".join(values), below))
     return shown
 
 

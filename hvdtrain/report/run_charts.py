@@ -125,7 +125,9 @@ def _source_losses(run: RecordedRun, metrics: Metrics) -> Chart | None:
     if not sources:
         return None
     drawn = [
-        charts.series(name, to_points(run.steps["step"], run.steps[f"loss_{name}"]), color)
+        charts.series(
+            name, to_points(run.steps["step"], run.steps[f"loss_{name}"]), color, noisy=True
+        )
         for name, color in zip((s["name"] for s in sources), cycle(charts.PALETTE), strict=False)
     ]
     last = ", ".join(f"{s['name']} {units.number(s['final_loss'])}" for s in sources)
@@ -201,5 +203,5 @@ def _memory(run: RecordedRun, metrics: Metrics) -> Chart | None:
     chart = charts.lines("Memory per rank", "GiB", drawn, zero=True)
     peaks = [(kind, metrics[f"peak_{kind}_memory_bytes"]) for kind in ("host", "device")]
     chart["note"] = "Up to " + ", ".join(f"{units.size(p)} ({kind})" for kind, p in peaks if p)
-    chart["caption"] = _OVER_RANKS
+    chart["caption"] = _OVER_RANKS if run.ranks.world_size.max() > 1 else ""
     return chart if chart["series"] else None

@@ -66,7 +66,7 @@ def both(a: Metrics, b: Metrics) -> list[ReportTable]:
         spent.append([phase, *map(units.seconds, values), ratio])
     for name, label in (("restarts", "restarts"), ("stragglers", "slow ranks reported")):
         counts = [units.UNKNOWN if f[name] is None else str(len(f[name])) for f in (a, b)]
-        rows.append([label, *counts, ""])
+        rows.append([label, *counts, units.UNKNOWN])
     head = ["A", "B", "B\u00a0/\u00a0A"]
     every = (
         ReportTable("Metrics", ["", *head], rows),

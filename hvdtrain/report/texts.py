@@ -18,13 +18,14 @@ _LINES = 40
 _MOST = 100_000  # characters of a configuration
 
 
-def of_run(path: Path) -> list[dict[str, str]]:
-    """The texts of RUN's page; a text that cannot be read is omitted."""
-    texts = {
-        f"Log of rank 0 (last {_LINES} lines)": _log(path),
-        "Configuration": configuration(path)[:_MOST],
-    }
-    return [{"title": title, "text": text} for title, text in texts.items() if text]
+def of_run(path: Path) -> list[dict[str, Any]]:
+    """The texts of RUN's page; a text that cannot be read is omitted. The log opens at its end."""
+    title = f"Log of rank 0 (last {_LINES} lines)"
+    found: list[dict[str, Any]] = [
+        {"title": title, "text": _log(path), "from_end": True},
+        {"title": "Configuration", "text": configuration(path)[:_MOST]},
+    ]
+    return [text for text in found if text["text"]]
 
 
 def configuration(path: Path) -> str:

@@ -3,7 +3,7 @@
 // Text is inserted only as text nodes and attributes, never as markup: runs may contain any text.
 
 const NARROW = 600; // pixels
-const FEW = 40; // points: drawn as dots, and not smoothed
+const FEW = 40; // points: drawn as dots
 const theme = matchMedia("(prefers-color-scheme: dark)");
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const color = (index) => css(`--color-${index}`);
@@ -124,8 +124,8 @@ function makePlot(shared, above) {
       value: (u, v) => (known(v) ? xText(v) : "last") }];
     const bands = [], most = Math.max(...spec.series.map(({ x }) => x.length));
     for (const line of spec.series) {
-      const stroke = color(line.color), few = line.x.length < FEW;
-      const soft = shared.smooth > 0 && !few && overSteps();
+      const stroke = color(line.color), soft = shared.smooth > 0 && Boolean(line.noisy) && overSteps();
+      const few = line.x.length < (soft ? 2 : FEW);
       // Each line is averaged over about the same steps, so the one with fewer points over fewer of them.
       const columns = [soft ? smoothed(line.y, shared.smooth ** (most / line.x.length)) : line.y];
       series.push({ label: line.name, stroke, width: line.dots ? 0 : 1.75, dash: line.dash ? [6, 4] : [],
@@ -191,6 +191,16 @@ function makePlot(shared, above) {
     u.ctx.restore();
   }
 
+  // The point of a line whose value the legend shows: its last one up to the cursor's step. None (an unknown
+  // value) before the first point of the line and after its last one.
+  function shownPoint(u, at, index) {
+    const ys = u.data[at];
+    let [earlier, later] = [index, index];
+    while (earlier > 0 && ys[earlier] === undefined) earlier--;
+    while (later < ys.length && ys[later] === undefined) later++;
+    return later < ys.length ? earlier : index;
+  }
+
   function options(series, bands, most) {
     const make = kind(), count = spec.labels?.length ?? (spec.cells?.length ?? 0) * (spec.per_row ?? 1);
     const height = make === bars ? 44 + Math.max(1, count) * Math.max(12, Math.min(34, 600 / count))
@@ -208,10 +218,14 @@ function makePlot(shared, above) {
       return uPlot.rangeNum(spec.zero ? Math.min(0, low) : low, high, 0.08, true);
     };
     const labels = (v) => (Number.isInteger(v) ? spec.labels?.[v] ?? String(v) : "");
+    const wide = (u, texts) => {
+      u.ctx.font = u.axes[1].font[0];
+      return Math.max(58, ...(texts ?? []).map((text) => 10 + u.ctx.measureText(text).width / uPlot.pxRatio));
+    };
     const shortened = (v) => (labels(v).length > 14 ? `${labels(v).slice(0, 13)}…` : labels(v));
     const common = { series, bands, width: box.clientWidth || 320, height, padding: [make === bars ? 4 : 18, 26, 0, 0],
       legend: { markers: { width: 2, stroke: (u, at) => series[at].stroke ?? null, fill: (u, at) => series[at].fill ?? null } },
-      cursor: { y: false, points: { size: 7 }, ...(overSteps() ? { sync: { key: shared.key, scales: ["x", null] } } : {}) } };
+      cursor: { y: false, points: { size: 7 }, dataIdx: shownPoint, ...(overSteps() ? { sync: { key: shared.key, scales: ["x", null] } } : {}) } };
     if (make === bars) {
       return { ...common, scales: { x: { time: false, ori: 1, dir: -1, ...onRanks }, y: { ori: 0, range: () => [0, most || 1] } },
         axes: [axis("", shortened, { side: 3, grid: { show: false }, incrs: [1, 2, 5, 10, 20], space: 14,
@@ -225,7 +239,7 @@ function makePlot(shared, above) {
     return { ...common, hooks: { drawClear: make === heat ? [drawCells] : [], draw: [drawMarks], setSeries: [follow] },
       scales: { x: { time: false, distr: isLog("x") ? 3 : 1, log: spec.x === "bytes" || spec.x === "ranks" ? 2 : 10 },
         y: make === heat ? { dir: -1, ...onRanks } : { distr: isLog("y") ? 3 : 1, range: yRange }, score: { range: [0, 1] } },
-      axes: [xAxis(), axis("", make === heat ? labels : (v) => number(v, 10), { size: 58, space: make === heat || small ? 18 : 34,
+      axes: [xAxis(), axis("", make === heat ? labels : (v) => number(v, 10), { size: wide, space: make === heat || small ? 18 : 34,
         ...(make === heat ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10000], grid: { show: false } } : {}) })] };
   }
 
@@ -318,7 +332,9 @@ function makeChart(shared) {
       save.hidden = !spec.series || Boolean(spec.labels);
       const apart = spec.difference?.series.length ? spec.difference : null;
       const same = apart && constant(apart);
-      below.textContent = known(same) ? `difference at equal steps: constant ${number(same)}` : "difference at equal steps";
+      const at = new Set(apart?.series.flatMap(({ x }) => x)), [only] = at.size === 1 ? at : [];
+      below.textContent = `difference at ${known(only) ? `step ${number(only, 10)}` : "equal steps"}`
+        + (known(same) ? `: ${known(only) ? "" : "constant "}${number(same)}` : "");
       below.hidden = !apart;
       plots[1].box.hidden = !apart || known(same);
       plots[0].update(spec);
@@ -374,15 +390,19 @@ function makePage() {
   slider.addEventListener("input", () => { shared.smooth = Number(slider.value); draw(); });
   theme.addEventListener("change", redraw);
 
-  function text({ title, text: content, open }) {
+  function text({ title, text: content, open, from_end: fromEnd }) {
     if (!texts.has(title)) {
       const shown = el("pre");
       const made = el("details", open ? { open: "" } : {}, el("summary", {}, el("span", { class: "title" }, title)), shown);
+      if (fromEnd) made.addEventListener("toggle", () => shown.scrollTo(0, shown.scrollHeight));
       texts.set(title, shown);
       folded.append(made);
     }
     const shown = texts.get(title);
-    if (shown.textContent !== content) shown.textContent = content;
+    if (shown.textContent === content) return;
+    const atEnd = shown.scrollTop + shown.clientHeight > shown.scrollHeight - 2;
+    shown.textContent = content;
+    if (fromEnd && atEnd) shown.scrollTo(0, shown.scrollHeight);
   }
 
   return { node, update(page) {

@@ -97,7 +97,8 @@ class LiveRun:
         self._series = {name: Series() for name in _OVER_STEPS}
         self._validation: dict[str, float] = {}
         self._torn = 0
-        self._clock, self._began = Series(), self._overview.began
+        self._clock = Series()
+        self._began: float | None = None  # time of the first start, or else of the first line
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
 
     def _forget_ranks(self) -> None:
@@ -149,7 +150,9 @@ class LiveRun:
             if step is None:
                 continue
             if when is not None:
-                self._began = when if self._began is None else self._began
+                if self._began is None:
+                    began = self._overview.began
+                    self._began = when if began is None else began
                 self._clock.add(step, when - self._began)
                 self._recent.append((step, when))
             for name, series in self._series.items():

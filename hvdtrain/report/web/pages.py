@@ -15,6 +15,7 @@ from hvdtrain.text import plural
 
 _ALL = ["all runs", "./"]
 _BAD = ("failed", "not finite", "killed", "cannot")
+_GONE = "no heartbeat: killed, frozen, or its host is gone"
 _COLUMNS = ("run", "state", "task", "step", "loss", "samples/s", "ranks", "restarts", "last step")
 _WORDS = 3  # columns that are words
 
@@ -58,9 +59,9 @@ def _one(path: Path, run: dict[str, Any]) -> Page:
     found = [*charts.of_run(run["series"]).values(), *_phases(run["window"])]
     shown = page(
         title=run["name"],
-        state=run["state"],
+        state=_GONE if run["state"] == "killed" else run["state"],
         mood=_mood(run["state"]),
-        headline=_headline(run),
+        headline=run["task"] or "",
         links=[_ALL, ["full report", report]],
         tiles=_tiles(run),
         notes=_notes(run),
@@ -94,11 +95,6 @@ def _mood(state: str) -> str:
     if state in ("running", "finished"):
         return "good"
     return "bad" if state.startswith(_BAD) else ""
-
-
-def _headline(run: dict[str, Any]) -> str:
-    gone = "or its host is gone" if run["state"] == "killed" else ""
-    return " · ".join(filter(None, [gone, run["task"]]))
 
 
 def _steps(run: dict[str, Any]) -> str:

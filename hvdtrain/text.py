@@ -37,6 +37,12 @@ def short(value: float) -> str:
     return f"{value:.{digits}f}{unit}"
 
 
+def epochs(passes: float, samples: int) -> str:
+    """Format passes over data, such as 0.60 epochs of 532 samples."""
+    count = "<0.01" if 0 < passes < 0.005 else f"{passes:.2f}"
+    return f"{count} epochs of {plural(samples, 'sample')}"
+
+
 def duration(seconds: float) -> str:
     """Format a time such as 0:42, 1:05:07 or 3d 04:10."""
     minutes, rest = divmod(round(seconds), 60)

@@ -19,7 +19,7 @@ from hvdtrain.audit.lineage import (
     trace,
 )
 from hvdtrain.data.order import MixedOrder
-from hvdtrain.text import aligned, plural
+from hvdtrain.text import aligned, epochs, plural
 
 
 @dataclass
@@ -226,20 +226,20 @@ def _samples(audit: Audit) -> list[str]:
 
 
 def _epochs(audit: Audit, source: str, order: OrderCheck) -> str:
-    of = f" of {source}" if source else ""
-    epochs = f"{order.epochs:.2f} epochs of {order.size} samples{of}"
-    if not order.size:
-        epochs = f"{order.stop - order.start} samples of data whose length is unknown"
+    if order.size:
+        used = epochs(order.epochs, order.size) + (f" of {source}" if source else "")
+    else:
+        used = f"{order.stop - order.start} samples of data whose length is unknown"
     starts = [generation.start for generation in audit.ledger.generations]
     if starts[0].own_order:
         kept = sum(start.step > 0 and start.data_position is not None for start in starts)
         continued = f"; {plural(kept, 'start')} continued at a saved position" if kept else ""
-        return f"{epochs}, in the dataset's own order, which only it knows{continued}"
+        return f"{used}, in the dataset's own order, which only it knows{continued}"
     if order.all_checked:
         looked = "at every position"
     else:
         looked = f"at {order.checked} of {order.stop - order.start} positions, evenly spaced,"
-    return f"{epochs}; {looked} the order was computed, and " + (
+    return f"{used}; {looked} the order was computed, and " + (
         "an epoch uses a sample TWICE" if order.repeated else "no epoch uses a sample twice"
     )
 

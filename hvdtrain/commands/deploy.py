@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,17 @@ def _own_environment() -> str:
     return sys.prefix if sys.prefix != sys.base_prefix else ".venv"
 
 
+def _without_run_id(keys: Sequence[str]) -> tuple[str, ...]:
+    """The keys without run.id, which each template writes itself."""
+    words, kept = iter(keys), []
+    for word in words:
+        if word == "--run.id":
+            next(words)
+        elif not word.startswith("--run.id="):
+            kept.append(word)
+    return tuple(kept)
+
+
 def run(args: argparse.Namespace) -> int:
     from hvdtrain.config import parse
     from hvdtrain.deploy.job import TARGETS, Job
@@ -119,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
     given["modules"] = tuple(given.get("modules", ()))
     given["hosts"] = tuple(parse_hosts(args.hosts)) if "hosts" in given else ()
     given.setdefault("venv", _own_environment())
-    job = Job(**given, keys=tuple(keys), run_id=parse(keys).warn().config.run.id)
+    run_id = parse(keys).warn().config.run.id
+    job = Job(**given, keys=_without_run_id(keys), run_id=run_id)
     files = TARGETS[args.target](job)
     if job.out is None:
         print(*files.values(), sep="", end="")

@@ -32,8 +32,8 @@ class Job:
     """A job, as read by the templates.
 
     Args:
-        keys: the configuration's keys, as flags
-        run_id: run.id, if it is among `keys`
+        keys: the configuration's keys, as flags, without run.id
+        run_id: run.id, if it was given
         name: job name
         nodes: number of nodes
         ranks: ranks per node

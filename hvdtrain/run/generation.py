@@ -588,10 +588,10 @@ def all_equal(statuses: Sequence[RankStatus]) -> bool:
 
 # Time for a launcher to forward this output before output written directly to its terminal.
 _FORWARD_SECONDS = 0.3
-_FINAL = {
-    "final train loss": "loss",
-    "final validation loss": "validation_loss",
-    "final validation loss of the averaged weights": "ema_validation_loss",
+_VALUES = {
+    "train loss": "loss",
+    "validation loss": "validation_loss",
+    "validation loss of the averaged weights": "ema_validation_loss",
 }
 
 
@@ -605,6 +605,8 @@ def log_summary(
     """Log the final metrics, show a sample, and log the run directory; on rank 0."""
     if loop.preempted:
         logger.info("asked to stop after step %d; %s", loop.progress.step, writer.newest())
+        if writer.last_saved_step:
+            logger.info("start it again with --run.id %s to continue", directory.path.name)
     if writer.failures:
         logger.warning("%s could not be written", plural(writer.failures, "checkpoint"))
     last: dict[str, Any] = callbacks.log.last
@@ -616,11 +618,12 @@ def log_summary(
     if sample is not None and not loop.preempted and components.strategy.holds_whole_model:
         with components.precision.autocast(components.device):
             _show_sample(sample, components.state.model)
-    further = [key for key in last if key.startswith("validation_") and key not in _FINAL.values()]
-    names = _FINAL | {f"final {key.replace('_', ' ')}": key for key in further}
+    further = [key for key in last if key.startswith("validation_") and key not in _VALUES.values()]
+    names = _VALUES | {key.replace("_", " "): key for key in further}
+    when = "last" if loop.preempted else "final"
     for name, key in names.items():
         if key in last:
-            logger.info("%s %.4f", name, last[key])
+            logger.info("%s %s %.4f", when, name, last[key])
     if loop.progress.nonfinite:
         skipped = loop.progress.nonfinite
         were = "was" if skipped == 1 else "were"

@@ -34,7 +34,7 @@ from hvdtrain.engine.config import DEFAULT_REPLAY_EVERY, IntegrityConfig
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.tasks import Datasets
-from hvdtrain.text import plural
+from hvdtrain.text import epochs, plural
 
 
 class RunBuckets(NamedTuple):
@@ -73,7 +73,7 @@ class Resolved:
         if buckets is not None:
             done = self.config.train.steps * batch.micro_batches
             each = plural(batch.micro_batches, "micro-batch", "micro-batches")
-            return f"{steps} of {each}: {_epochs(done, len(buckets), size)}"
+            return f"{steps} of {each}: {epochs(done / len(buckets), size)}"
         total = self.config.train.steps * batch.global_size
         head = f"{steps} of {plural(batch.global_size, 'sample')}"
         if self.order is not None and "sources" in self.order:
@@ -81,19 +81,12 @@ class Resolved:
             assert isinstance(order, MixedOrder)
             counts = zip(order.before(total), order.orders.items(), strict=True)
             return f"{head}: " + ", ".join(
-                f"{name} {_epochs(count, source.size, source.size)}"
+                f"{name} {epochs(count / source.size, source.size)}"
                 for count, (name, source) in counts
             )
         if not size:
             return f"{head}; the length of the data is unknown"
-        return f"{head}: {_epochs(total, size, size)}"
-
-
-def _epochs(done: int, whole: int, samples: int) -> str:
-    epochs = f"{done / whole:.2f}"
-    if done and epochs == "0.00":
-        epochs = "<0.01"
-    return f"{epochs} epochs of {plural(samples, 'sample')}"
+        return f"{head}: {epochs(total / size, size)}"
 
 
 def resolve(settings: Settings, topology: Topology, datasets: Datasets) -> Resolved:

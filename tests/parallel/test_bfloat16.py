@@ -57,7 +57,8 @@ def test_reductions_equal_rounded_float32(topology: Topology, name: str) -> None
 def test_sums_of_odd_sizes_equal_rounded_float32(topology: Topology, size: int) -> None:
     every = torch.stack([_of(rank, size) for rank in range(topology.world_size)]).float()
     own = _of(topology.rank, size)
-    tolerance = {"rtol": 0.0, "atol": 0.02 * (topology.world_size > 2)}
+    # More ranks round each partial sum, of magnitude below 16: by at most 2**-4 per addition.
+    tolerance = {"rtol": 0.0, "atol": 2.0**-4 * max(0, topology.world_size - 2)}
     for op, expected in ((hvd.Sum, every.sum(0)), (hvd.Average, every.mean(0))):
         found = hvd.allreduce(own, op=op, name=f"odd.{op}")
         torch.testing.assert_close(found, expected.bfloat16(), **tolerance)

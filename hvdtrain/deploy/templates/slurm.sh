@@ -43,6 +43,8 @@ python=(python)
 arguments=(
 {% if job.run_id is none %}
     --run.id "slurm-$SLURM_JOB_ID" # a requeued job keeps its number: it resumes its own run
+{% else %}
+    --run.id {{ job.run_id }}
 {% endif %}
     --preempt.grace_seconds "$GRACE_SECONDS"
 {% for key in job.keys %}

@@ -191,7 +191,7 @@ def test_script_passes_valid_arguments_to_launcher_and_training(
     assert KEYS[-1] in words, "bash has read a key"
 
 
-@pytest.mark.parametrize("key", [["--run.id=a1"], ["--run.id", "a1"]], ids=["=", "two words"])
+@pytest.mark.parametrize("key", [["--run.id=8"], ["--run.id", "8"]], ids=["=", "two words"])
 @pytest.mark.parametrize("target", [*SCHEDULERS, "compose"])
 def test_run_id_of_the_user_is_written_once(target: str, key: list[str], written: Written) -> None:
     script = written(target, *(HOSTS if target == "mpirun" else []), keys=[*key, *KEYS])
@@ -200,7 +200,7 @@ def test_run_id_of_the_user_is_written_once(target: str, key: list[str], written
     else:
         _, (words, *_) = call(script, target)
     at = [number for number, word in enumerate(words) if word.startswith("--run.id")]
-    assert [words[number : number + 2] for number in at] == [["--run.id", "a1"]]
+    assert [words[number : number + 2] for number in at] == [["--run.id", "8"]]
     assert KEYS[-1].replace("$", "$$" if target == "compose" else "$") in words
 
 

@@ -108,7 +108,7 @@ CAUSES = (
         r"computed a wrong gradient|compute different gradients",
         "a rank computed another gradient than a rank on another host",
         "a processor or a GPU of that host computes wrongly",
-        "exclude the named host, and test it; see docs/report-and-audit.md",
+        "exclude the named host, and test it; see docs/integrity.md",
     ),
     LogPattern(
         "network",

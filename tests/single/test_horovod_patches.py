@@ -15,6 +15,7 @@ from horovod.runner.util.network import get_driver_ip
 from hvdtrain.errors import UserError
 from hvdtrain.horovod_wheel import build, recipe
 from hvdtrain.horovod_wheel.process import BuildError
+from hvdtrain.launch.commands import horovodrun
 from tests.support.runs import REPOSITORY, environment
 
 DOCS = REPOSITORY / "docs" / "horovod-build.md"
@@ -79,6 +80,15 @@ def test_horovodrun_uses_the_options_of_the_installed_mpi(
     _, found, implementation = mpi_run._get_mpi_implementation_flags(False, env)
     assert (implementation, found) == (name, binding)
     assert not option or mpi_run._launcher_parameters(env)[0] == option
+
+
+def test_horovodrun_names_a_host_that_ssh_does_not_reach() -> None:
+    command = horovodrun(1, [sys.executable, "-c", "1"], "nosuchhost.invalid:1")
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "ssh not successful for host nosuchhost.invalid" in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("horovodrun: could not connect to some hosts via ssh; --verbose")
 
 
 IDLE = """

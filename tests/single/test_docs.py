@@ -211,7 +211,9 @@ def test_flags_of_the_migration_page_are_accepted(flags: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_of_the_migration_page_are_accepted(command: str) -> None:
-    _, name, *arguments = shlex.split(command)
+    ours, _, keys = command.partition(" -- ")
+    parse(shlex.split(keys))
+    _, name, *arguments = shlex.split(ours)
     parser = _Parser()
     importlib.import_module(f"hvdtrain.commands.{name}").add_arguments(parser)
     known = {option for action in parser._actions for option in action.option_strings}

@@ -87,8 +87,7 @@ def test_horovodrun_names_a_host_that_ssh_does_not_reach() -> None:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "ssh not successful for host nosuchhost.invalid" in done.stdout
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("horovodrun: could not connect to some hosts via ssh; --verbose")
+    assert done.stderr == "horovodrun: could not connect to some hosts via ssh\n"
 
 
 IDLE = """

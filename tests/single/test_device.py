@@ -150,7 +150,7 @@ def _identity(name: str, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> Ide
         *((name, True) for name in ("muon", "adafactor", "adamw8bit")),
     ],
 )
-def test_unlike_gpus_are_refused_for_optimizers_whose_kernels_depend_on_them(
+def test_unlike_gpus_are_refused_with_optimizers_that_depend_on_them(
     monkeypatch: pytest.MonkeyPatch, optimizer: str, refused: bool
 ) -> None:
     first, same, other = (

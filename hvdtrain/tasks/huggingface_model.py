@@ -12,13 +12,15 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
+from hvdtrain.models.attention import shares_heads
 from hvdtrain.tasks.huggingface_config import HuggingFaceTaskConfig, LoraConfig
 
 CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
@@ -232,6 +234,7 @@ def build(
         UserError: transformers has no such model, or the weights are missing or do not fit.
     """
     transformers = library()
+    transformers.AttentionInterface.register("sdpa", _attention)
     of_kind = getattr(transformers, directory.kind)
     options = {"trust_remote_code": False}
     try:
@@ -256,6 +259,28 @@ def build(
     model.train()  # from_pretrained returns it in eval mode, without dropout
     assert isinstance(model, nn.Module)
     return model
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """transformers' use of torch's attention, with equally many heads if the kernel needs them.
+
+    transformers relies on kernels that accept fewer heads of keys and values, see `shares_heads`.
+
+    Args:
+        query: (batch, heads, time, head_size).
+        key, value: (batch, key heads, time, head_size).
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    share = query.shape[1] // key.shape[1]
+    of_model: Any = module
+    if share > 1 and not shares_heads(query):
+        key, value = (x.repeat_interleave(share, dim=1) for x in (key, value))
+        # Without the module's number of groups, by which the heads would be repeated again.
+        of_model = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
+    return sdpa_attention_forward(of_model, query, key, value, *args, **kwargs)
 
 
 def has_weights(directory: Path) -> bool:

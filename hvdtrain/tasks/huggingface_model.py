@@ -12,8 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -261,6 +260,12 @@ def build(
     return model
 
 
+class _Ungrouped(NamedTuple):
+    """A module's properties without its number of groups, by which heads would be repeated."""
+
+    is_causal: bool
+
+
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
@@ -278,8 +283,7 @@ def _attention(
     of_model: Any = module
     if share > 1 and not shares_heads(query):
         key, value = (x.repeat_interleave(share, dim=1) for x in (key, value))
-        # Without the module's number of groups, by which the heads would be repeated again.
-        of_model = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
+        of_model = _Ungrouped(getattr(module, "is_causal", True))
     return sdpa_attention_forward(of_model, query, key, value, *args, **kwargs)
 
 

@@ -200,6 +200,7 @@ class Session:
     def _abort(self) -> None:
         """Abort collectives because this generation is over; runs in another thread."""
         heartbeat.HEARTBEAT.generation_over = True
+        # First: no rank may agree on a step with results of the collectives that are aborted below.
         abort_collectives()
         self._strategy.abort_collectives()
 

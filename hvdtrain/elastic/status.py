@@ -18,7 +18,7 @@ class Identity:
         configuration: digest of the configuration.
         samples, fingerprint: of the training data.
         precision: in which the model is computed.
-        rounding: how this processor rounds an optimizer step, see `runtime.device.rounding`.
+        rounding: how this device rounds an optimizer step, see `runtime.device.rounding`.
     """
 
     device: str
@@ -44,6 +44,12 @@ class Identity:
             return (
                 f"precision.name auto is {self.precision} on the device here and {other.precision} "
                 f"on {host}: name one that both devices support"
+            )
+        if self.rounding != other.rounding and self.device == "cuda":
+            return (
+                f"the GPU here is {self.rounding}, but the GPU of {host} is {other.rounding}: with "
+                "this optim.name they round a step differently, so the ranks' parameters would "
+                "drift apart. Use one model of GPU, or optim.name adamw"
             )
         if self.rounding != other.rounding:
             return (

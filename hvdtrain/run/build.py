@@ -35,6 +35,7 @@ from hvdtrain.optim.trainable import check_device, check_model, freeze
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.run.fit import Trial, with_micro_size
 from hvdtrain.run.prepare import Prepared
+from hvdtrain.run.repeatable import check_repeatable
 from hvdtrain.run.resolve import Resolved, RunBuckets, dataset_size
 from hvdtrain.run.strategy import Strategy
 from hvdtrain.runtime import heartbeat
@@ -131,6 +132,10 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
     interleaved = on_all_ranks(
         "batch.interleave", lambda: _interleaved(config, task, model, device)
     )
+    if config.exchange.exact:
+        size, buckets = config.batch.micro_samples, prepared.buckets.train
+        of_run = task, model, datasets, precision, config.seed, size, buckets
+        on_all_ranks("repeatable", lambda: check_repeatable(*of_run))
     optimizer = on_all_ranks(
         "optimizer",
         lambda: strategy.optimizer(build_run_optimizer(config, task, model), precision),

@@ -31,6 +31,10 @@ from hvdtrain.runtime.phases import PhaseTimer, cuda_event
 from hvdtrain.tasks import Datasets, Task
 from hvdtrain.telemetry.exporter import Exporter
 
+# Optimizers that multiply matrices, sum along them or use bitsandbytes: on CUDA, these choose
+# kernels by the GPU's model.
+_BY_GPU = ("muon", "adafactor", "adamw8bit")
+
 
 @dataclass(frozen=True)
 class Start:
@@ -85,7 +89,8 @@ class Prepared:
             digest: digest of the configuration.
         """
         size, fingerprint = self.resolved.epoch_samples, self.datasets.fingerprint
-        rounded = rounding(self.device, products=self.config.optim.name == "muon")
+        optimizer = self.config.optim.name
+        rounded = rounding(self.device, optimizer == "muon", optimizer in _BY_GPU)
         name = self.precision.name
         return Identity(self.device.type, digest, size, fingerprint, name, rounded)
 
@@ -138,11 +143,11 @@ def prepare(
     Raises:
         AgreedError: a rank cannot build one.
     """
-    if settings.config.exchange.exact:
-        use_deterministic_kernels()
     # In an elastic run local ranks change, but a process keeps its GPU.
     device_index = start.local_rank if start.elastic else None
     device = on_all_ranks("device", lambda: choose_device(topology, device_index))
+    if settings.config.exchange.exact:
+        use_deterministic_kernels(device)
     precision = on_all_ranks(
         "precision", lambda: build_precision(settings.config.precision, device)
     )

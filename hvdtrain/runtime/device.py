@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime import machine
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.mesh import Topology
+
+_WITHOUT_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 def choose_device(topology: Topology, device_index: int | None = None) -> torch.device:
@@ -49,18 +54,22 @@ def choose_device(topology: Topology, device_index: int | None = None) -> torch.
     return torch.device("cuda", index)
 
 
-def rounding(device: torch.device, products: bool) -> str:
-    """Return a digest of an optimizer step's results as this processor rounds them; "": a GPU.
+def rounding(device: torch.device, products: bool, by_gpu: bool) -> str:
+    """Return what an optimizer step's results on this device depend on; "": on nothing.
 
     Each rank computes norms and the optimizer step itself. torch and MKL choose kernels by
     processor, and results differ between AVX2 and AVX512 (a square root), or without FMA. Ranks
-    with different digests would drift apart from the first step on.
+    with different results would drift apart from the first step on.
 
     Args:
         products: the optimizer multiplies matrices, as Muon does.
+        by_gpu: the optimizer's kernels on a GPU depend on the GPU's model.
+
+    Returns:
+        On a CPU a digest of such results, on a GPU its name.
     """
-    if device.type != "cpu":
-        return ""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device) if by_gpu else ""
     # The inputs are the same with any kernels: exact up to the product, which IEEE rounds.
     x = torch.arange(1, 4097, dtype=torch.float32).mul_(0.7).frac_().add_(0.001)
     y = x.flip(0).contiguous()
@@ -96,8 +105,10 @@ def reproducible(device: torch.device) -> bool:
 
     https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
     """
-    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
-    return one_thread or torch.are_deterministic_algorithms_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if device.type == "cuda":
+        return deterministic and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return deterministic or torch.get_num_threads() == 1
 
 
 def _visible_gpus() -> list[str]:
@@ -127,16 +138,31 @@ def choose_kernels() -> None:
     torch.ones(1).sqrt()
 
 
-def use_deterministic_kernels() -> None:
-    """Use deterministic kernels, with a warning if there is none; call it before CUDA is used.
+def use_deterministic_kernels(device: torch.device) -> None:
+    """Use deterministic kernels; call it before the first computation on the device.
+
+    If an operation has none, it prints a warning on a CPU and raises an error on CUDA, see
+    `without_kernel`: with warnings alone, attention's backward pass on CUDA is not deterministic.
 
     https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=device.type != "cuda")
     torch.backends.cudnn.benchmark = False
     # Only code that reads uninitialized memory would notice.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def without_kernel(error: BaseException) -> UserError | None:
+    """Return the error for the user if an operation has no deterministic kernel, else None."""
+    found = _WITHOUT_KERNEL.search(str(error)) if isinstance(error, RuntimeError) else None
+    if found is None:
+        return None
+    return UnsupportedTaskError(
+        f"{found[1]} has no deterministic kernel on this device, as exchange.name exact "
+        "(torch.use_deterministic_algorithms) requires: use another operation in the model or its "
+        "loss, or exchange.name dense"
+    )
 
 
 def set_cuda_kernels(tf32: bool, cudnn_benchmark: bool) -> None:
@@ -176,3 +202,16 @@ def seed_all(*key: int) -> None:
         torch.cuda.manual_seed_all(seed)
     np.random.seed(first)
     random.seed(seed)
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Restore the generators that `seed_all` seeds to their states before the context."""
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            np.random.set_state(of_numpy)
+            random.setstate(of_python)

@@ -1,15 +1,21 @@
-"""Choice of a rank's GPU, and seeds. CUDA is simulated: a rank's GPUs are given as UUIDs."""
+"""Choice of a rank's GPU, kernels, and seeds. CUDA is simulated: GPUs are given as UUIDs."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from hvdtrain.config import Config
+from hvdtrain.elastic.status import Identity
 from hvdtrain.errors import UserError
+from hvdtrain.optim.config import OptimConfig
+from hvdtrain.run.prepare import Prepared
 from hvdtrain.runtime import device
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.mesh import Topology
@@ -75,6 +81,88 @@ def test_rank_without_a_gpu_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_horovod_without_gpu_support_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     visible = [ALL, ALL, ["c", "d"], ["c", "d"]]
     assert _choose(monkeypatch, 0, visible, built=False) == torch.device("cpu")
+
+
+# --- kernels and rounding ---
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def deterministic(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """A device whose kernels are deterministic as in an exact run."""
+    device.use_deterministic_kernels(request.param)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("deterministic", [CPU, CUDA], indirect=True, ids=str)
+def test_operation_without_a_deterministic_kernel_raises_on_cuda(
+    deterministic: torch.device,
+) -> None:
+    # This operation has none on a CPU either.
+    into, at, value = torch.zeros(2), torch.tensor([0]), torch.ones(1)
+    if deterministic == CPU:
+        with pytest.warns(UserWarning, match="put_ does not have a deterministic"):
+            into.put_(at, value)
+        return
+    with pytest.raises(RuntimeError) as raised:
+        into.put_(at, value)
+    explained = device.without_kernel(raised.value)
+    assert isinstance(explained, UserError) and "put_ has no deterministic kernel" in str(explained)
+
+
+def test_other_errors_are_not_of_a_missing_kernel() -> None:
+    for error in (RuntimeError("CUDA error"), ValueError("x does not have a deterministic")):
+        assert device.without_kernel(error) is None
+
+
+@pytest.mark.parametrize("deterministic", [CPU, CUDA], indirect=True, ids=str)
+def test_kernels_with_warnings_are_reproducible_only_on_cpus(
+    deterministic: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert device.reproducible(deterministic)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert device.reproducible(CPU) and not device.reproducible(CUDA)
+    torch.use_deterministic_algorithms(False)
+    assert not device.reproducible(CPU) and not device.reproducible(CUDA)
+
+
+def _identity(name: str, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> Identity:
+    """Identity of a process on a GPU of this name, which is simulated."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    config = Config(optim=OptimConfig(name=optimizer))  # type: ignore[arg-type]
+    prepared: Any = SimpleNamespace(
+        config=config,
+        device=CUDA,
+        precision=SimpleNamespace(name="float32"),
+        resolved=SimpleNamespace(epoch_samples=9),
+        datasets=SimpleNamespace(fingerprint="f"),
+    )
+    return Prepared.identity(prepared, "digest")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "refused"),
+    [
+        *((name, False) for name in ("adamw", "adam", "sgd", "lion")),
+        *((name, True) for name in ("muon", "adafactor", "adamw8bit")),
+    ],
+)
+def test_unlike_gpus_are_refused_with_optimizers_that_depend_on_them(
+    monkeypatch: pytest.MonkeyPatch, optimizer: str, refused: bool
+) -> None:
+    first, same, other = (
+        _identity(name, monkeypatch, optimizer)
+        for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3")
+    )
+    assert same.differs_from(first, "a") == ""
+    why = other.differs_from(first, "a")
+    assert bool(why) == refused
+    if refused:
+        assert "the GPU here is NVIDIA H100 80GB HBM3, but the GPU of a is NVIDIA A100" in why
+        assert "Use one model of GPU" in why and "MKL" not in why
 
 
 @pytest.mark.parametrize("key", [(1234, 3, 0, 3), (0, 0, 0), (2**40 + 7, 5, 1)])

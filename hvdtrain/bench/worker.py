@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
 import sys
 import tempfile
 import time
@@ -232,28 +231,22 @@ def _evict_from_page_cache(path: Path) -> None:
 def _memory_of_plain(settings: Settings, steps: int, _: int, directory: Path) -> dict[str, Any]:
     from hvdtrain.bench.plain import PlainLoop
     from hvdtrain.run.data import build_task
+    from hvdtrain.runtime.memory import resident_peak
 
     settings.config.train.duration = steps
     task = build_task(settings)
     PlainLoop(task, task.datasets().train, settings.config).run(steps)
-    return {"peak_bytes": _peak_bytes()}
+    return {"peak_bytes": resident_peak()}
 
 
 def _memory_of_run(flags: Sequence[str]) -> dict[str, Any]:
     """Run a whole training with the given flags, including checkpoints and evaluation."""
+    from hvdtrain.runtime.memory import resident_peak
     from hvdtrain.train import main as train
 
     if train(flags) != 0:
         raise SystemExit("the run failed")
-    return {"peak_bytes": _peak_bytes()}
-
-
-def _peak_bytes() -> int:
-    """Peak resident memory of this process."""
-    status = Path("/proc/self/status").read_text()
-    match = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert match
-    return int(match[1]) * 1024
+    return {"peak_bytes": resident_peak()}
 
 
 KINDS: dict[str, Callable[..., dict[str, Any]]] = {

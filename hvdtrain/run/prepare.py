@@ -142,7 +142,8 @@ def prepare(
         use_deterministic_kernels()
     # In an elastic run local ranks change, but a process keeps its GPU.
     device_index = start.local_rank if start.elastic else None
-    device = on_all_ranks("device", lambda: choose_device(topology, device_index))
+    wanted = settings.config.runtime.device
+    device = on_all_ranks("device", lambda: choose_device(topology, wanted, device_index))
     precision = on_all_ranks(
         "precision", lambda: build_precision(settings.config.precision, device)
     )

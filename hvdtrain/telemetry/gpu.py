@@ -91,6 +91,20 @@ def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool) -> float | None
     return None
 
 
+def gain_of_bf16(device: torch.device, dtype: torch.dtype) -> str:
+    """Describe how much faster this process's device multiplies bfloat16; "": not at all.
+
+    Args:
+        dtype: dtype of the multiplied tensors; "" for others than float32.
+    """
+    if device.type != "cuda" or dtype != torch.float32:
+        return ""
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        return ""
+    now, then = peak_of(device, dtype), peak_of(device, torch.bfloat16)
+    return f"about {then / now:.0f} times as fast" if now and then else "several times as fast"
+
+
 def _words(name: str) -> set[str]:
     return set(re.findall(r"[a-z0-9]+", name.lower()))
 

@@ -60,7 +60,7 @@ def _overhead(settings: Settings, steps: int, rounds: int, directory: Path) -> d
     settings.config.train.duration = IDENTICAL_AFTER + rounds * steps
     task, datasets = build_data(settings)
     app = AppLoop(settings, directory, (task, datasets))
-    plain = PlainLoop(task, datasets.train, settings.config)
+    plain = PlainLoop(task, datasets.train, settings.config, app.device)
     loops: dict[str, AppLoop | PlainLoop] = {"hvdtrain": app, "plain": plain}
     for loop in loops.values():
         loop.run(IDENTICAL_AFTER)
@@ -97,11 +97,12 @@ def _rate_of_plain(
     from hvdtrain.parallel.world import leave
     from hvdtrain.run.data import build_task
 
-    join_ranks()
+    device = join_ranks(settings.config.runtime.device)
     rank, size = dist.get_rank(), dist.get_world_size()
     settings.config.train.duration = WARM_UP_STEPS + steps
     task = build_task(settings)
-    loop = PlainLoop(task, task.datasets().train, settings.config, rank, size, exchange)
+    data = task.datasets().train
+    loop = PlainLoop(task, data, settings.config, device, rank, size, exchange)
     loop.run(WARM_UP_STEPS)
     dist.barrier()
     seconds: list[float] = [0.0] * size
@@ -229,13 +230,17 @@ def _evict_from_page_cache(path: Path) -> None:
 
 
 def _memory_of_plain(settings: Settings, steps: int, _: int, directory: Path) -> dict[str, Any]:
+    import torch
+
     from hvdtrain.bench.plain import PlainLoop
     from hvdtrain.run.data import build_task
     from hvdtrain.runtime.memory import resident_peak
 
     settings.config.train.duration = steps
     task = build_task(settings)
-    PlainLoop(task, task.datasets().train, settings.config).run(steps)
+    gpu = settings.config.runtime.device == "auto" and torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")  # as a run chooses it
+    PlainLoop(task, task.datasets().train, settings.config, device).run(steps)
     return {"peak_bytes": resident_peak()}
 
 

@@ -27,6 +27,8 @@ _BATCH = (
 )
 # Without a GPU, the checks themselves are tested with a model that suits a CPU.
 _TINY = f"{_BATCH} --model.layers 2 --model.width 64 --model.heads 2"
+# The presets of large models choose 16 bits on GPUs; losses are compared with the CPU's.
+_PRECISION = ["--precision.name", "float32"]
 _SHORT = (
     f"--train.duration {STEPS} --schedule.warmup_steps 2 --eval.every 0 --checkpoint.every 0"
     " --telemetry.port 0 --telemetry.exchange_every 4"
@@ -58,7 +60,7 @@ class Machine:
     @property
     def model(self) -> list[str]:
         """Flags of model, data and batch, in addition to the preset."""
-        return (_BATCH if self.gpus else _TINY).split()
+        return [*(_BATCH if self.gpus else _TINY).split(), *_PRECISION]
 
     @property
     def device(self) -> str:

@@ -99,7 +99,7 @@ def attention_backward_is_reproducible(device: torch.device) -> str:
 
     dtypes = torch.bfloat16, torch.float32
     without = [_results(device, dtype) for dtype in dtypes]
-    use_deterministic_kernels()
+    use_deterministic_kernels(device)
     try:
         found = [_results(device, dtype) for dtype in dtypes]
     finally:

@@ -13,18 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 _COMMON = (
     "--data.train hvdtrain/*/*.py --eval.every 0 --checkpoint.every 0 --telemetry.port 0"
-    " --schedule.warmup_steps 5 --train.duration 100000 --integrity.replay_every 0"
+    " --schedule.warmup_steps 5 --train.duration 4000 --integrity.replay_every 0"
 )
 _GPU = "--config gpt-small --batch.global_size 64 --batch.micro_size 16"
 _TINY = (
@@ -47,44 +45,10 @@ _TURNS = 5
 _SECONDS = 2.0  # of a turn
 
 
-class PlainLoop:
-    """The loop that a script would have: one device, accumulation, autocast, clipping."""
-
-    def __init__(self, task: Any, dataset: Dataset[Any], config: Any, device: torch.device) -> None:
-        from hvdtrain.optim.optimizer import build_optimizer
-
-        self._task, self._device = task, device
-        self._model: Any = task.model().to(device)
-        if config.compile:
-            for block in self._model.blocks:
-                block.compile()
-        self._optimizer = build_optimizer(config.optim, self._model)
-        self._passes = config.batch.micro_batches
-        self._autocast = config.precision.name == "bf16"
-        self._batches = self._read(dataset, config.batch.micro_samples)
-
-    def _read(self, dataset: Dataset[Any], size: int) -> Iterator[Tensor]:
-        pinned = self._device.type == "cuda"
-        while True:
-            for batch in DataLoader(dataset, size, shuffle=True, drop_last=True, pin_memory=pinned):
-                yield batch.to(self._device, non_blocking=True)
-
-    def run(self, steps: int) -> None:
-        """Train."""
-        for _ in range(steps):
-            self._optimizer.zero_grad()
-            for _ in range(self._passes):
-                batch = next(self._batches)
-                with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
-                    loss = self._task.loss(self._model, batch)["loss"]
-                (loss / self._passes).backward()
-            nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-            self._optimizer.step()
-
-
 def measure(flags: list[str], beside_plain: bool) -> dict[str, Any]:
     """Return ms/step of both loops in turns, hvdtrain's tokens per second and its MFU."""
     from hvdtrain.bench.app import AppLoop
+    from hvdtrain.bench.plain import PlainLoop
     from hvdtrain.config import parse
     from hvdtrain.engine.flops import count
     from hvdtrain.run.data import build_data
@@ -92,31 +56,23 @@ def measure(flags: list[str], beside_plain: bool) -> dict[str, Any]:
 
     settings = parse(flags)
     config = settings.config
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    synchronize: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
     task, datasets = build_data(settings)
-    loops: dict[str, Any] = {
-        "hvdtrain": AppLoop(settings, Path(tempfile.mkdtemp()), (task, datasets))
-    }
+    app = AppLoop(settings, Path(tempfile.mkdtemp()), (task, datasets))
+    loops: dict[str, AppLoop | PlainLoop] = {"hvdtrain": app}
     if beside_plain:
-        loops["plain"] = PlainLoop(task, datasets.train, config, device)
-    began = time.perf_counter()
-    for loop in loops.values():
-        loop.run(_WARM_UP)
-    synchronize()
-    warm_up = time.perf_counter() - began
+        loops["plain"] = plain = PlainLoop(task, datasets.train, config, app.device)
+        if config.compile:
+            blocks: Any = plain.model.blocks
+            for block in blocks:
+                block.compile()
+    warm_up = sum(loop.run(_WARM_UP) for loop in loops.values())
+    steps = {name: max(1, round(3 * _SECONDS / loop.run(3))) for name, loop in loops.items()}
     found: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(_TURNS):
         for name, loop in loops.items():
-            began, steps = time.perf_counter(), 0
-            while time.perf_counter() - began < _SECONDS:
-                loop.run(1)
-                steps += 1
-            synchronize()
-            found[name].append(1000 * (time.perf_counter() - began) / steps)
-    step = median(found["hvdtrain"]) / 1000
-    peak = peak_of(device, torch.bfloat16 if "bf16" in config.precision.name else torch.float32)
+            found[name].append(loop.run(steps[name]) / steps[name])
+    step = median(found["hvdtrain"])
+    peak = peak_of(app.device, torch.bfloat16 if "bf16" in config.precision.name else torch.float32)
     flops = count(task, task.model(), datasets.train, config.batch.micro_samples)
     tokens = config.batch.global_size * (len(datasets.train[0]) - 1)
     return {
@@ -124,10 +80,12 @@ def measure(flags: list[str], beside_plain: bool) -> dict[str, Any]:
         "mfu": round(flops * config.batch.micro_batches / step / peak, 4)
         if flops and peak
         else None,
-        "ms_per_step": {name: [round(ms, 2) for ms in turns] for name, turns in found.items()},
+        "ms_per_step": {name: [round(1000 * t, 2) for t in turns] for name, turns in found.items()},
         "plain / hvdtrain": _ratio(found),
         "warm_up_seconds": round(warm_up, 1),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        if app.device.type == "cuda"
+        else None,
     }
 
 

@@ -11,7 +11,6 @@ else; tests/single/test_torch_private.py compares their signatures, including th
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from torch import Tensor
 
 # Rows of scores in memory at a time without a fused kernel.
 _ROWS = 512
-# Limits of torch's FlashAttention on CUDA: channels of a head, and compute capability.
-_LARGEST_HEAD, _OLDEST_WITH_FLASH = 256, (8, 0)
+# Limits of torch's FlashAttention on CUDA: channels of a head, and major compute capability.
+_LARGEST_HEAD, _OLDEST_WITH_FLASH = 256, 8
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -115,16 +114,18 @@ def _products_backward(results: Three, qkv: Three, causal: bool, seen: Tensor | 
     return torch.cat(of_q, dim=2), of_k, of_v
 
 
-def has_flash(q: Tensor) -> bool:
-    """Whether CUDA has FlashAttention for queries (..., head_size) of this dtype and size."""
-    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
+def has_flash(q: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether CUDA has FlashAttention for queries (..., head_size).
+
+    Args:
+        dtype: in which attention computes; None: that of q.
+    """
+    if not q.is_cuda or (dtype or q.dtype) not in (torch.float16, torch.bfloat16):
         return False
-    return q.shape[-1] % 8 == 0 and q.shape[-1] <= _LARGEST_HEAD and _runs_flash(q.device)
-
-
-@cache
-def _runs_flash(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= _OLDEST_WITH_FLASH
+    if q.shape[-1] % 8 or q.shape[-1] > _LARGEST_HEAD:
+        return False
+    # torch.compile treats these properties as constants.
+    return torch.cuda.get_device_properties(q.device).major >= _OLDEST_WITH_FLASH
 
 
 def _without_autocast(kind: str) -> AbstractContextManager[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,11 +214,10 @@ def capability(
 ) -> Iterator[tuple[int, int]]:
     """The compute capability of a simulated GPU."""
     found: tuple[int, int] = request.param
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
-    attention_kernels._runs_flash.cache_clear()
+    properties = SimpleNamespace(major=found[0], minor=found[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     with FakeTensorMode():
         yield found
-    attention_kernels._runs_flash.cache_clear()
 
 
 HALVES = torch.float16, torch.bfloat16

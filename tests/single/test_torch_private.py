@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hvdtrain.models import attention_kernels
 from hvdtrain.models.attention_kernels import attend, attend_backward
 from hvdtrain.parallel.schedules import _Stage
 from hvdtrain.tasks.sync_batchnorm import SyncBatchNorm
@@ -139,6 +140,44 @@ def test_attention_on_a_cpu_calls_the_operator_that_checkpointing_keeps() -> Non
     with Record():
         nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in called
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_backward_gets_the_arguments_that_torch_passes_to_it(
+    monkeypatch: pytest.MonkeyPatch, causal: bool
+) -> None:
+    # Meta tensors stand in for a GPU, which has the same operators.
+    monkeypatch.setattr(attention_kernels, "has_flash", lambda q: True)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    passed = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is backward:
+                passed.append([*map(_described, args[:-2])])  # without the random state
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = (
+        torch.empty(2, heads, 16, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    with Record():
+        y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
+        y.backward(torch.empty_like(y))
+        qkv = (q.detach(), k.detach(), v.detach())
+        y, denominators = attend(*qkv, causal, None)
+        attend_backward((torch.empty_like(y), y, denominators[..., None]), qkv, causal, None)
+    by_torch, own = passed
+    assert own == by_torch
+
+
+def _described(argument: Any) -> Any:
+    if not isinstance(argument, Tensor):
+        return argument
+    return argument.dtype, argument.shape, argument.stride()
 
 
 @pytest.mark.smoke

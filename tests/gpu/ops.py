@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -395,6 +396,16 @@ def out_of_memory_is_explained(device: torch.device) -> str:
         assert text and "GPU's memory is not enough" in text, f"{type(error).__name__}: {error}"
         return text[:120]
     raise AssertionError("1 PiB was allocated")
+
+
+@on_gpu
+def groups_of_torch_survive_a_lost_peer(device: torch.device) -> str:
+    """In two processes, see nccl_abort.py; half a minute."""
+    command = [sys.executable, "-m", "tests.gpu.nccl_abort", "--device", str(device)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    seen = "; ".join(done.stdout.splitlines())
+    assert done.returncode == 0, f"{seen}; {done.stderr[-400:]}"
+    return seen
 
 
 def main() -> int:

@@ -68,6 +68,14 @@ def other_configuration(host: str) -> str:
     )
 
 
+def same_gpu(other: str, gpu: str) -> str:
+    """Return the problem of a process that uses the GPU of another one."""
+    return (
+        f"the GPU here ({gpu}) is the GPU of {other}: start one rank for each GPU, and show each "
+        "process all GPUs of its host, or only its own"
+    )
+
+
 # Limits of StepFailures.
 _ERRORS_OF_A_STEP = 3
 _FAILURES_OF_A_STEP = 5
@@ -90,6 +98,7 @@ class ProcessStatus:
         shard: index of the model's shard that it holds, 0 to replica_size - 1; None: no shard.
         reachable_step: the latest step as of which it can provide that shard: `step`, or one more
             if a pending step can still be applied because another process has done it.
+        gpu: see `runtime.device.gpu_of`.
     """
 
     identity: Identity
@@ -101,6 +110,7 @@ class ProcessStatus:
     replica_size: int = 1
     shard: int | None = None
     reachable_step: int = 0
+    gpu: str = ""
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> ProcessStatus:

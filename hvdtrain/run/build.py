@@ -46,7 +46,7 @@ from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.tasks import Datasets, Task, collate_of, optional
 from hvdtrain.telemetry.exporter import Exporter
-from hvdtrain.telemetry.gpu import peak_of
+from hvdtrain.telemetry.gpu import gain_of_bf16, peak_of
 from hvdtrain.telemetry.sinks import check_packages
 
 
@@ -122,6 +122,7 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
     elastic = prepared.start.elastic
     strategy.form(topology, device)
     model = on_all_ranks("model", lambda: build_model(task, config, device))
+    on_all_ranks("precision", lambda: check_parameters(precision.name, model))
     flops = build_flops(config, task, datasets, model, precision.dtype(model))
     on_all_ranks("parallel", lambda: strategy.split(task, model))
     # After counting FLOPs: recomputed activations are not FLOPs of the model.
@@ -219,6 +220,12 @@ def build_loop(
     if config.precision.name == "auto":
         chosen = components.precision.name, context.device.type
         logger.info("precision.name auto: %s, on %s", *chosen)
+    elif gain := gain_of_bf16(context.device, components.precision.dtype(state.model)):
+        logger.info(
+            "precision.name %s: this GPU multiplies bfloat16 %s; --precision.name bf16 uses it",
+            config.precision.name,
+            gain,
+        )
     if components.prepared.config.batch.micro_size == "auto":
         logger.info("batch.micro_size auto: %d", config.batch.micro_size)
     loss_scale = components.precision.loss_scale
@@ -304,7 +311,6 @@ def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
     model: nn.Module = task.model()
     freeze(model, config.optim.freeze)
     check_model(model)
-    check_parameters(config.precision.name, model)
     if config.precision.name == BF16_PARAMS:
         to_bfloat16(model)
     model = model.to(device)

@@ -6,6 +6,7 @@ import hashlib
 import os
 import random
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,37 +14,50 @@ import numpy as np
 import torch
 
 from hvdtrain.errors import UnsupportedTaskError, UserError
-from hvdtrain.log import logger
 from hvdtrain.runtime import machine
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.mesh import Topology
+from hvdtrain.text import plural
 
 _WITHOUT_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
-def choose_device(topology: Topology, device_index: int | None = None) -> torch.device:
-    """Return a GPU of this rank's own if torch and Horovod support CUDA, else the CPU.
+def choose_device(
+    topology: Topology, wanted: str = "auto", device_index: int | None = None
+) -> torch.device:
+    """Return a GPU of this rank's own if torch can use one, else the CPU.
 
     Every rank calls it. A launcher either shows all GPUs of a host to all of its ranks, which then
     use the GPU of their local rank, or shows each rank only its own (srun --gpus-per-task=1).
 
     Args:
-        device_index: this process's GPU on its host, if that is not its local rank: in an
-            elastic run local ranks change, but GPUs do not.
+        wanted: `runtime.device`.
+        device_index: in an elastic run, this process's GPU on its host: local ranks change, but
+            GPUs do not. The process does not know the other ranks yet; `gpu_of` is compared later.
 
     Raises:
-        UserError: this host has fewer GPUs than ranks.
+        UserError: this host has fewer GPUs than ranks, or Horovod cannot exchange between GPUs.
     """
-    visible_here = _visible_gpus()
+    visible_here = _visible_gpus() if wanted == "auto" else []
     visible = gather_json(visible_here, "gpus")
     if not visible_here:
         return torch.device("cpu")
+    exchanges = topology.world_size > 1 or device_index is not None
+    if exchanges and not (hvd.nccl_built() or hvd.cuda_built()):
+        raise UserError(
+            f"{topology.host} has {plural(len(visible_here), 'GPU')}, but Horovod was built "
+            "without operations on GPUs: `hvdtrain horovod build --gpu nccl --install` builds it "
+            "with them; to train on CPUs add --runtime.device cpu"
+        )
     neighbors = topology.ranks_by_host()[topology.host]
     # By UUID: under srun each rank numbers its own GPU 0.
     others = {gpu for rank in neighbors if rank != topology.rank for gpu in visible[rank]}
     own = others.isdisjoint(visible_here)
-    index = device_index if device_index is not None else 0 if own else topology.local_rank
+    if device_index is None:
+        index = 0 if own else topology.local_rank
+    else:
+        index = 0 if len(visible_here) == 1 else device_index
     if index >= len(visible_here):
         ranks = max(topology.local_size, index + 1)
         raise UserError(
@@ -52,6 +66,17 @@ def choose_device(topology: Topology, device_index: int | None = None) -> torch.
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def gpu_of(device: torch.device) -> str:
+    """Return the host and the UUID of a GPU, which identify it among all ranks; "": a CPU.
+
+    By NCCL's name of the host, if it is set: NCCL, too, refuses two ranks with one GPU of one host.
+    """
+    if device.type != "cuda":
+        return ""
+    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    return f"{host} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def rounding(device: torch.device, products: bool, by_gpu: bool) -> str:
@@ -114,12 +139,6 @@ def reproducible(device: torch.device) -> bool:
 def _visible_gpus() -> list[str]:
     """UUIDs of the GPUs that this rank can use, in CUDA's order."""
     if not torch.cuda.is_available():
-        return []
-    if not (hvd.nccl_built() or hvd.cuda_built()):
-        logger.warning(
-            "CUDA is available, but Horovod was built without it: training on the CPU; "
-            "`hvdtrain horovod build --gpu nccl --install` builds it for GPUs"
-        )
         return []
     gpus = range(torch.cuda.device_count())
     return [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus]

@@ -15,8 +15,10 @@ from hvdtrain.config import Config
 from hvdtrain.elastic.status import Identity
 from hvdtrain.errors import UserError
 from hvdtrain.optim.config import OptimConfig
+from hvdtrain.run import start_checks
 from hvdtrain.run.prepare import Prepared
 from hvdtrain.runtime import device
+from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.mesh import Topology
 
@@ -25,9 +27,15 @@ TWO_HOSTS = ("node1", "node1", "node2", "node2")
 
 
 def _choose(
-    monkeypatch: pytest.MonkeyPatch, rank: int, visible: list[list[str]], built: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    visible: list[list[str]],
+    built: bool = True,
+    wanted: str = "auto",
+    hosts: tuple[str, ...] = TWO_HOSTS,
+    device_index: int | None = None,
 ) -> torch.device:
-    """Return the device of one rank of 4 on two hosts; `visible`: GPUs that each rank sees."""
+    """Return the device of a rank; `visible`: GPUs that each rank sees."""
     seen = visible[rank]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
@@ -37,13 +45,20 @@ def _choose(
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
     monkeypatch.setattr(device.hvd, "nccl_built", lambda: built)
     monkeypatch.setattr(device.hvd, "cuda_built", lambda: built)
+    gathered = []
 
     def gather(mine: list[str], name: str) -> list[list[str]]:
-        assert mine == (seen if built else [])
+        assert mine == (seen if wanted == "auto" else [])
+        gathered.append(name)
         return visible
 
     monkeypatch.setattr(device, "gather_json", gather)
-    return device.choose_device(Topology(rank, 4, rank % 2, 2, TWO_HOSTS))
+    local_size = hosts.count(hosts[rank])
+    topology = Topology(rank, len(hosts), rank % local_size, local_size, hosts)
+    try:
+        return device.choose_device(topology, wanted, device_index)
+    finally:
+        assert gathered, "the other ranks wait in the collective"
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -78,9 +93,51 @@ def test_rank_without_a_gpu_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _choose(monkeypatch, 0, [[], ["b"], ["c"], ["d"]]) == torch.device("cpu")
 
 
-def test_horovod_without_gpu_support_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    visible = [ALL, ALL, ["c", "d"], ["c", "d"]]
-    assert _choose(monkeypatch, 0, visible, built=False) == torch.device("cpu")
+def test_ranks_on_gpus_require_a_horovod_with_gpu_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    visible = [ALL, ALL, ["c", "d"], []]
+    with pytest.raises(
+        UserError, match=r"node1 has 2 GPUs, .*horovod build --gpu nccl.*device cpu"
+    ):
+        _choose(monkeypatch, 0, visible, built=False)
+    assert _choose(monkeypatch, 3, visible, built=False) == torch.device("cpu")
+    assert _choose(monkeypatch, 0, visible, built=False, wanted="cpu") == torch.device("cpu")
+
+
+def test_single_process_uses_a_gpu_with_any_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = _choose(monkeypatch, 0, [ALL], built=False, hosts=("node1",))
+    assert chosen == torch.device("cuda", 0)
+
+
+def test_elastic_process_requires_a_horovod_with_gpu_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UserError, match="without operations on GPUs"):  # others will join
+        _choose(monkeypatch, 0, [ALL], built=False, hosts=("node1",), device_index=0)
+
+
+def test_elastic_process_uses_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(visible: list[str], index: int) -> torch.device:
+        return _choose(monkeypatch, 0, [visible], hosts=("node1",), device_index=index)
+
+    assert choose(ALL, 1) == torch.device("cuda", 1)
+    assert choose(["b"], 1) == torch.device("cuda", 0), "it sees no other GPU"
+    with pytest.raises(UserError, match="node1 has 2 GPUs, but 3 ranks"):
+        choose(ALL, 2)
+
+
+def test_ranks_with_one_gpu_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = ["node1 a", "node1 b", "node2 a", "node1 b"]
+    monkeypatch.setattr(start_checks, "gather_json", lambda mine, name: seen)
+    topology = Topology(0, 4, 0, 4, ("node1", "node1", "node2", "node1"))
+    with pytest.raises(AgreedError, match="the GPU of rank 1 on node1: start one rank") as raised:
+        start_checks.check_gpus(torch.device("cpu"), topology)
+    assert raised.value.rank == 3
+    seen[3] = "node1 c"
+    start_checks.check_gpus(torch.device("cpu"), topology)
+    seen[:] = [""] * 4  # CPUs
+    start_checks.check_gpus(torch.device("cpu"), topology)
 
 
 # --- kernels and rounding ---

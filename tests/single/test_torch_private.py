@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore, distributed_c10d
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -214,6 +215,27 @@ def test_pipeline_opens_connections_in_the_method_that_hvdtrain_overrides() -> N
         assert f".{name}()" in source, "torch no longer calls it"
     else:  # from torch 2.15
         assert "_init_p2p" not in source, "torch has renamed it"
+
+
+@pytest.mark.smoke
+def test_groups_are_listed_with_their_backends() -> None:
+    store = HashStore()
+    distributed_c10d.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        groups = [distributed_c10d.group.WORLD, distributed_c10d.new_group([0])]
+        assert [*distributed_c10d._world.pg_names] == groups
+        for group in groups:
+            assert torch.device("cpu") in group._device_types
+            assert group._get_backend(torch.device("cpu")).name() == "gloo"
+    finally:
+        distributed_c10d.destroy_process_group()
+    assert not distributed_c10d._world.pg_names
+
+
+@pytest.mark.smoke
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="a torch without NCCL")
+def test_groups_with_nccl_can_be_aborted() -> None:
+    assert callable(distributed_c10d.ProcessGroupNCCL.abort)
 
 
 @pytest.mark.smoke

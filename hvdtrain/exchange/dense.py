@@ -18,7 +18,7 @@ from hvdtrain.exchange.base import (
 )
 from hvdtrain.exchange.bucketed import flat_views, set_gradients
 from hvdtrain.exchange.wire import WIRES
-from hvdtrain.runtime.collectives import begin_sum_alone, completed
+from hvdtrain.runtime.collectives import begin_sum, completed
 from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.state_part import StatePart
 
@@ -168,7 +168,7 @@ class BucketMemory:
 
     def send(self, number: int) -> None:
         """Begin the all-reduce of a complete bucket."""
-        self._handles.append(begin_sum_alone(self._buckets[number], f"dense.{number}"))
+        self._handles.append(begin_sum(self._buckets[number], f"dense.{number}"))
 
     def receive(self) -> None:
         """Wait for the sums, which become the gradients.

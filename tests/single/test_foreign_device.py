@@ -19,8 +19,10 @@ from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.loader import to_device
 from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.step import Flags, TrainStep, Update
+from hvdtrain.exchange import dense
 from hvdtrain.exchange.build import build_exchange
 from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.exchange.wire import WIRES
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
@@ -89,12 +91,13 @@ def _step(
     exchange: ExchangeConfig | None = None,
     optim: OptimConfig | None = None,
     precision: str = "float32",
+    elastic: bool = False,
 ) -> ForeignDevice:
     """What happens on the device in the second step; in the first, caches are filled."""
     scale = LossScale() if precision == "fp16" else None
     optimizer = build_optimizer(optim or OptimConfig(), model)
     exchange = exchange or ExchangeConfig()
-    exchanges = build_exchange(exchange, PASSES, optimizer, model, elastic=False)
+    exchanges = build_exchange(exchange, PASSES, optimizer, model, elastic)
     Ema(optimizer, model, 0.99)
     if scale is not None:
         scale.unscale_gradients(exchanges.parameters)
@@ -126,6 +129,7 @@ def _model(task: Any) -> nn.Module:
 CASES: dict[str, dict[str, Any]] = {
     "dense": {},
     "dense, loss as a sum": {"pairs": True},
+    "dense, elastic": {"elastic": True},
     "float16 on the wire": {"exchange": ExchangeConfig(wire="float16")},
     "exact": {"exchange": ExchangeConfig(name="exact")},
     "topk": {"exchange": ExchangeConfig(compression="topk")},
@@ -140,7 +144,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_step_waits_for_its_device_at_most_twice(case: str) -> None:
+def test_step_waits_for_its_device_at_most_twice(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Horovod has no collectives for meta tensors.
+    monkeypatch.setattr(dense, "begin_sum", lambda values, name: 0)
+    monkeypatch.setattr(dense, "completed", lambda handle: None)
     options = {**CASES[case]}
     task = _Language(options.pop("pairs", False))
     device = _step(task, _model(task), task.batch, **options)
@@ -219,3 +228,9 @@ def test_foreign_device_counts_waits_and_refuses_mixed_devices() -> None:
             torch.stack((x[0], torch.zeros(())))
         with pytest.raises(MixedDevicesError):
             x + torch.ones(3)
+
+
+def test_elastic_dense_exchange_keeps_gradients_on_the_device() -> None:
+    model = nn.Linear(3, 2, device=META)
+    exchange = DenseExchange(torch.optim.SGD(model.parameters()), model, elastic=True)
+    assert exchange._memory is not None

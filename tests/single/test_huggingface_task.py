@@ -17,7 +17,6 @@ from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import default_collate
 
 from hvdtrain.config import parse
 from hvdtrain.data.text import Tokenizer

@@ -247,7 +247,7 @@ CHECKS = (
     Check("profile", "kernels and peak memory", profile),
     Check("losses of two ranks", f"one rank's losses, within {CURVE}", two_ranks),
     Check("kill -9 of a rank", "the other continues, a new one joins", kill),
-    Check("exact", "the same losses on one and two ranks, to the bit", exact),
+    Check("exact", "bitwise identical losses on one and two ranks", exact),
     Check("attention patterns", "train in bf16", patterns),
     Check("resume", "no step lost or twice; checkpoints and audit", resume),
     Check("generate", "text from the checkpoint", generate),

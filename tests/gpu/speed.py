@@ -1,4 +1,4 @@
-"""Tokens per second of gpt-small on one GPU, hvdtrain and a plain loop: `python -m tests.gpu.speed`.
+"""Tokens per second of gpt-small on one GPU, hvdtrain and a plain loop in turns.
 
 Part of tests/gpu/check.py. hvdtrain's loop and a plain loop of the same model, optimizer and batch
 take turns in one process, so that both meet the same clocks; one process per variant. MFU by the

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from hvdtrain.data.order import Indices, permute
 from hvdtrain.data.records import TarShards
 from hvdtrain.errors import UserError
+from hvdtrain.runtime.device import sent
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 _DIGIT_MARGIN = 2
@@ -383,13 +384,13 @@ def crop(images: Tensor, size: int, move: bool, flip: bool) -> Tensor:
         columns = torch.where(mirrored[:, None], columns.flip(1), columns)
     device = images.device
     sample = torch.arange(count, device=device)[:, None, None]
-    cut = images[sample, :, rows.to(device)[:, :, None], columns.to(device)[:, None, :]]
+    cut = images[sample, :, sent(rows, device)[:, :, None], sent(columns, device)[:, None, :]]
     return cut.permute(0, 3, 1, 2).contiguous()
 
 
 def normalize(images: Tensor, normalization: Normalization) -> Tensor:
     """Args: images: (N, C, H, W) uint8. Returns: float32, mean about 0, deviation about 1."""
-    mean, std = (torch.tensor(values, device=images.device) for values in normalization)
+    mean, std = (sent(torch.tensor(values), images.device) for values in normalization)
     return (images.float() / 255 - mean[:, None, None]) / std[:, None, None]
 
 
@@ -404,5 +405,5 @@ def mix(images: Tensor, alpha: float) -> tuple[Tensor, Tensor, float]:
         The mixtures; int64 (N,), the index of each image's partner; the weight of the image itself.
     """
     share = float(torch.distributions.Beta(alpha, alpha).sample())
-    other = torch.randperm(len(images)).to(images.device)
+    other = sent(torch.randperm(len(images)), images.device)
     return images.lerp(images[other], 1 - share), other, share

@@ -28,7 +28,7 @@ from hvdtrain.errors import EXIT_USER, UserError
 from hvdtrain.optim.precision import FLOAT32, Precision
 from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.context import RankContext
-from hvdtrain.runtime.device import widened
+from hvdtrain.runtime.device import sent, widened
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.tasks import Task, optional
 
@@ -341,6 +341,7 @@ class Forward:
         self._counts = context.mesh.counts
         self._weighs = context.mesh.weighs
         self._precision = precision
+        self._masks: dict[tuple[bool, ...], Tensor] = {}  # on the device
 
     def __call__(
         self,
@@ -363,18 +364,28 @@ class Forward:
     def values(self, found: Mapping[str, Any], names: Sequence[str]) -> Values:
         """Return the values `names` of a micro-batch, given as Task.loss returns them."""
         values = [found[name] for name in names]
-        is_pair = [isinstance(value, tuple) for value in values]
+        is_pair = tuple(isinstance(value, tuple) for value in values)
         if not any(is_pair):
             # A mean over micro-batches in 16 bits is inaccurate.
             stacked = torch.stack([widened(value.detach()) for value in values])
             return Values(found["loss"], stacked, None)
         columns = [v if isinstance(v, tuple) else (v, 0.0) for v in values]
         totals, weights = (
-            torch.stack([torch.as_tensor(v, device=self._device).detach().double() for v in column])
+            torch.stack([self._scalar(value) for value in column])
             for column in zip(*columns, strict=True)
         )
-        pairs = torch.tensor(is_pair, device=self._device), weights
-        return Values(columns[0][0], totals, pairs)
+        if is_pair not in self._masks:
+            self._masks[is_pair] = sent(torch.tensor(is_pair), self._device)
+        return Values(columns[0][0], totals, (self._masks[is_pair], weights))
+
+    def _scalar(self, value: Tensor | float) -> Tensor:
+        """Return a value as a float64 scalar on the device, without waiting for the device."""
+        if not isinstance(value, Tensor) and type(value) in (int, float):
+            return torch.full((), value, device=self._device).double()
+        scalar = torch.as_tensor(value).detach()  # a task may count with a tensor on the CPU
+        if scalar.device.type == "cpu":
+            scalar = sent(scalar, self._device)
+        return scalar.to(self._device, torch.float64)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Scale a loss so that gradients sum to the gradient of the global batch.

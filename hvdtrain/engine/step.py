@@ -32,6 +32,7 @@ RankLostError is another name of Horovod's HorovodInternalError (runtime/collect
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.runtime.collectives import AgreedError, RankLostError, begin_sum, completed
 from hvdtrain.runtime.context import RankContext
-from hvdtrain.runtime.device import widened
+from hvdtrain.runtime.device import sent, widened
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.tensor_shards import local
 
@@ -468,7 +469,7 @@ class ControlVector:
         self._lengths = [len(head), sizes.parameters, parts * numbers]
         self._vector = torch.zeros(sum(self._lengths), dtype=torch.float64, device=context.device)
         own, self._frozen, totals = self._vector.split(self._lengths)
-        own.copy_(head)
+        own.copy_(sent(head, context.device))
         totals = totals.view(parts, numbers)
         values = totals[:, : 3 * sizes.values].view(parts, 3, sizes.values)
         self.totals = StepTotals(Totals(values), Totals(totals[:, 3 * sizes.values :]))
@@ -482,7 +483,7 @@ class ControlVector:
             frozen: whether each parameter is frozen; empty if unknown.
         """
         if any(frozen):
-            self._frozen.copy_(torch.tensor(frozen))
+            self._frozen.copy_(sent(torch.tensor(frozen), self._frozen.device))
         if not self._alone:
             self._handle = begin_sum(self._vector, "control")
 
@@ -496,7 +497,7 @@ class ControlVector:
             completed(self._handle)
         values = self.totals.values.value()
         vector = torch.cat([self._vector[: sum(self._lengths[:2])], values.flatten()])
-        host_values = iter(vector.tolist())  # a single synchronization with the device
+        host_values = iter(vector.tolist())  # the step's first wait for the device
         stops, changes, finishes, steps, *counts = islice(host_values, self._lengths[0])
         used = BatchUsage(*map(int, counts))
         frozen = [*islice(host_values, self._lengths[1])]
@@ -610,14 +611,15 @@ class Update:
             torch._foreach_mul_(own, gradient_scale)
         norm = self._total_norm([p for p in parameters if p.grad is not None])
         common = self._exchange.agreed_norm(norm)
-        finite = bool(torch.isfinite(common))
+        grad_norm = float(common)  # the step's second and last wait for the device
+        finite = math.isfinite(grad_norm)
         if finite and spike_limit is None:
             if self._clip_norm > 0:
                 _clip(own, self._clip_norm, norm)  # with local SGD, by the norm of this rank
             if lr is not None:
                 set_learning_rate(self._optimizer, lr)
         limit = spike_limit if finite else None
-        return ReadyUpdate(float(common), finite, limit, [p.grad for p in parameters])
+        return ReadyUpdate(grad_norm, finite, limit, [p.grad for p in parameters])
 
     def commit(self, ready: ReadyUpdate) -> UpdateResult:
         """Update the parameters, unless the step is skipped; needs no communication."""

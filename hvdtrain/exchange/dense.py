@@ -18,7 +18,7 @@ from hvdtrain.exchange.base import (
 )
 from hvdtrain.exchange.bucketed import flat_views, set_gradients
 from hvdtrain.exchange.wire import WIRES
-from hvdtrain.runtime.collectives import begin_sum_alone, completed
+from hvdtrain.runtime.collectives import begin_sum, completed
 from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.state_part import StatePart
 
@@ -27,9 +27,9 @@ class DenseExchange(Exchange):
     """Sum the gradients of all ranks; see Exchange.
 
     The exchange of a bucket starts in the last backward pass, when its gradients are complete.
-    Gradients that are sent as they are from a CPU are summed in their bucket's memory, as one
-    tensor. The others are compressed (`compression=`, see wire.py) and summed by
-    hvd.DistributedOptimizer, from its own hooks.
+    Gradients that are sent as they are, are summed in their bucket's memory, as one tensor. Others
+    are compressed (`compression=`, see wire.py) and summed by hvd.DistributedOptimizer, from its
+    own hooks.
 
     Args:
         optimizer: over parameters of `model`.
@@ -51,9 +51,7 @@ class DenseExchange(Exchange):
         self._wire = WIRES[wire]()
         self._step_bytes = sum(p.numel() * self._wire.element_size(p) for p in self.parameters)
         self._distributed = elastic or hvd.size() > 1
-        in_place = (
-            self._distributed and wire == "float32" and self.parameters[0].device.type == "cpu"
-        )
+        in_place = self._distributed and wire == "float32"
         self._memory = BucketMemory(groups) if in_place else None
         if self._memory is None:
             # Only used to exchange gradients: `optimizer` itself steps. Horovod would create a copy
@@ -76,10 +74,9 @@ class DenseExchange(Exchange):
         if gradient is not None and not parameter.requires_grad:
             gradient = None  # autograd accumulates nothing
         if self._memory is not None:
-            if not last:
-                return None
-            self._memory.complete(parameter, gradient)
-            return (None,)
+            if gradient is not None:
+                self._memory.add(parameter, gradient)
+            return (None,)  # autograd has nothing left to accumulate
         if gradient is None and self._distributed and parameter.grad is None:
             # Nothing will be accumulated, but Horovod's hook needs a gradient to send.
             parameter.grad = torch.zeros_like(parameter)
@@ -88,7 +85,9 @@ class DenseExchange(Exchange):
     def begin(self, passes: int) -> None:
         passes = max(passes, 1)
         self._hooks.begin(passes)
-        if self._memory is None:
+        if self._memory is not None:
+            self._memory.begin()
+        else:
             self._horovod.set_backward_passes_per_step(passes)
 
     def reduce(self) -> None:
@@ -136,7 +135,12 @@ class DenseExchange(Exchange):
 class BucketMemory:
     """Contiguous memory for the gradients of each bucket, in which Horovod sums them in place.
 
-    The memory has the gradients' size; with several passes, the last one holds gradients twice.
+    It replaces `parameter.grad` until `receive`: a step needs the gradients' size, with any number
+    of passes.
+
+    On a GPU, autograd calls hooks with the stream in which it computes gradients as the current
+    one. They are added in it, and Horovod records it when a bucket is sent: its sum begins after
+    the additions. `receive` returns when the sums have ended on the device.
 
     Args:
         groups: the buckets, each of one dtype and on one device.
@@ -144,31 +148,36 @@ class BucketMemory:
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         self._buckets = [
-            torch.empty(sum(p.numel() for p in group), dtype=group[0].dtype) for group in groups
+            torch.empty(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device)
+            for group in groups
         ]
+        self._groups = groups
+        self._reached: set[nn.Parameter] = set()  # have a gradient in this step
         self._place_of: dict[nn.Parameter, Tensor] = {}
         for bucket, group in zip(self._buckets, groups, strict=True):
             self._place_of |= flat_views(bucket, group)
         self._handles: list[int] = []
 
-    def complete(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """Move `parameter.grad` plus the last pass's gradient to the memory.
+    def begin(self) -> None:
+        """Begin a step."""
+        self._reached.clear()
 
-        The sum is rounded like autograd's own. None counts as zeros.
-        """
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add the gradient of one pass; the sum is rounded like autograd's own."""
         place = self._place_of[parameter]
-        terms = [term for term in (parameter.grad, gradient) if term is not None]
-        if len(terms) == 2:
-            torch.add(terms[0], terms[1], out=place)
-        elif terms:
-            place.copy_(terms[0])
+        if parameter in self._reached:
+            place.add_(gradient)
         else:
-            place.zero_()
-        parameter.grad = None
+            place.copy_(gradient)
+            self._reached.add(parameter)
 
     def send(self, number: int) -> None:
-        """Begin the all-reduce of a complete bucket."""
-        self._handles.append(begin_sum_alone(self._buckets[number], f"dense.{number}"))
+        """Begin the all-reduce of a complete bucket; a missing gradient counts as zeros."""
+        for parameter in self._groups[number]:
+            if parameter not in self._reached:
+                self._place_of[parameter].zero_()
+        self._handles.append(begin_sum(self._buckets[number], f"dense.{number}"))
 
     def receive(self) -> None:
         """Wait for the sums, which become the gradients.

@@ -9,6 +9,7 @@ floating-point summation", ARITH 2013.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -103,10 +104,8 @@ class ExactBucket(Bucket):
     def receive(self) -> int:
         if self.handle is not None:
             completed(self.handle)
-        if self._misfits.item():
-            self.flat.fill_(float("nan"))
-        else:
-            # int64 to float32 is a single rounding, to nearest, on CPUs and on GPUs.
-            self.flat.copy_(self._sums[:-1]).mul_(UNIT)
+        unit = torch.where(self._misfits > 0, math.nan, UNIT)  # read by no CPU: that would wait
+        # int64 to float32 is a single rounding, to nearest, on CPUs and on GPUs.
+        self.flat.copy_(self._sums[:-1]).mul_(unit)
         set_gradients(self.view_of)
         return self._sums.nbytes

@@ -9,6 +9,7 @@ product.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -228,7 +229,7 @@ def orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
     # (matrices, rank, rows); the zero padding of a shorter matrix stays zero.
     columns = pad_sequence([m.double() for m in matrices], batch_first=True).transpose(1, 2)
     columns = columns.contiguous()
-    noise = pad_sequence([_noise(m) for m in matrices], batch_first=True).transpose(1, 2)
+    noise = _noise(tuple(m.shape for m in matrices), columns.device)
     largest = columns.abs().amax(dim=2, keepdim=True)
     columns.add_(noise * (largest * _NOISE + _TINY))
     for i in range(columns.shape[1]):
@@ -255,11 +256,15 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> None:
             target.add_(own[:, i : i + 1] * rows_of_right[i])
 
 
-def _noise(matrix: Tensor) -> Tensor:
-    # Uniform: normal random numbers need functions that processors round differently.
-    generator = torch.Generator().manual_seed(0)
-    uniform = torch.rand(matrix.shape, generator=generator, dtype=torch.float64)
-    return uniform.sub_(0.5).to(matrix.device)
+@cache
+def _noise(shapes: tuple[torch.Size, ...], device: torch.device) -> Tensor:
+    """Fixed random numbers: (matrices, rank, rows), padded with zeros; each step uses them."""
+    found = []
+    for shape in shapes:
+        # Uniform: normal random numbers need functions that processors round differently.
+        generator = torch.Generator().manual_seed(0)
+        found.append(torch.rand(shape, generator=generator, dtype=torch.float64).sub_(0.5))
+    return pad_sequence(found, batch_first=True).transpose(1, 2).to(device)
 
 
 def _sum(values: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdtrain.runtime.device import sent
 from hvdtrain.runtime.tensor_shards import local
 
 
@@ -80,7 +81,7 @@ def total_norm(
         # A 16-bit norm would have only two or three digits.
         norms = torch.stack([torch.linalg.vector_norm(p, dtype=_wide(p.dtype)) for p in parts])
         counts = torch.tensor([holders(p) for p in parameters], dtype=torch.float64)
-        squares = (norms.to(device).double().square() / counts.to(device)).sum()
+        squares = (norms.to(device).double().square() / sent(counts, device)).sum()
     dist.all_reduce(squares, group=group)
     return squares.sqrt()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -170,8 +171,9 @@ def _build_precision(config: Config, device: torch.device) -> Precision:
         UserError: the configuration excludes it.
     """
     precision = build_precision(config.precision, device)
+    chosen: Any = precision.name
     try:
-        replace(config, precision=replace(config.precision, name=precision.name))
+        replace(config, precision=replace(config.precision, name=chosen))
     except ValueError as error:
         raise UserError(f"precision.name auto is {precision.name} here: {error}") from None
     return precision

@@ -220,15 +220,11 @@ def completed(handle: int) -> Tensor:
 
 
 def begin_sum(values: Tensor, name: str) -> int:
-    """Begin to replace `values` by their sum over the ranks; see `completed`."""
-    return hvd.allreduce_async_(values, op=hvd.Sum, name=name)
+    """Begin to replace `values` by their sum over the ranks; see `completed`.
 
-
-def begin_sum_alone(values: Tensor, name: str) -> int:
-    """Like begin_sum, but never in one buffer with other tensors that are ready; see `completed`.
-
-    With three or more ranks, a sum is rounded in an order that may depend on the position in the
-    buffer, and which tensors are ready depends on timing.
+    A group of one: never in one buffer with other tensors that are ready. With three or more ranks,
+    a sum is rounded in an order that may depend on the position in the buffer, and which tensors
+    are ready depends on timing.
     """
     return hvd.grouped_allreduce_async_([values], op=hvd.Sum, name=name)
 

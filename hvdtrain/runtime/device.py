@@ -199,6 +199,17 @@ def widened(values: torch.Tensor) -> torch.Tensor:
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy small values from the CPU to a device, without waiting for the device.
+
+    A copy from pageable memory waits for all that was enqueued before. torch keeps page-locked
+    memory until the copy has ended.
+    """
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
 # --- random numbers -----------------------------------------------------------
 
 

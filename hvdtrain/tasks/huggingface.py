@@ -80,20 +80,38 @@ class HuggingFace:
             check_separable(self._directory, model)
         return model
 
+    @staticmethod
+    def collate(samples: list[Any]) -> Any:
+        """Return a batch of samples.
+
+        Returns:
+            For text int64 (N, context + 1); for answers tokens and targets, (N, context) each, and
+            with huggingface.pack positions (N, context); for labels tokens (N, context), their
+            numbers (N,) and labels (N,). Except for text, last the number of columns that some
+            sample uses: on a GPU, `loss` would have to wait for it.
+        """
+        from torch import Tensor
+        from torch.utils.data import default_collate
+
+        batch = default_collate(samples)
+        if isinstance(batch, Tensor):
+            return batch
+        numbers = batch[1]  # targets of answers, or numbers of tokens
+        used = numbers if numbers.dim() == 1 else (numbers >= 0).any(0).nonzero() + 1
+        return [*batch, int(used.max())]
+
     def loss(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """Sums over tokens, or texts, and their number.
 
         Args:
-            batch: for text int64 (N, context + 1); for answers tokens and targets, (N, context)
-                each, and with huggingface.pack positions (N, context); for labels tokens
-                (N, context), their numbers (N,) and labels (N,).
+            batch: from `collate`, on the device.
         """
         from torch import Tensor
 
         if self._classifies:
             return self._loss_of_labels(model, *batch)
         if not isinstance(batch, Tensor):
-            return _loss_of_tokens(model, *_without_padding(batch[1] >= 0, *batch))
+            return _loss_of_tokens(model, *_without_padding(*batch))
         tokens, targets = batch[:, :-1], batch[:, 1:]
         assert self._data is not None
         if self._data.separator is None:
@@ -101,13 +119,13 @@ class HuggingFace:
         return _loss_of_tokens(model, tokens, *_separated(tokens, targets, self._data.separator))
 
     def _loss_of_labels(
-        self, model: nn.Module, tokens: Tensor, lengths: Tensor, labels: Tensor
+        self, model: nn.Module, tokens: Tensor, lengths: Tensor, labels: Tensor, columns: int
     ) -> dict[str, Any]:
         import torch
         from torch.nn.functional import cross_entropy
 
         seen = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-        tokens, mask = _without_padding(seen, tokens, seen.long())
+        tokens, mask = _without_padding(tokens, seen.long(), columns)
         scores = model(input_ids=tokens, attention_mask=mask).logits
         loss = cross_entropy(scores.float(), labels, reduction="sum")
         right = (scores.detach().argmax(1) == labels).sum()
@@ -257,12 +275,15 @@ def _separated(tokens: Tensor, targets: Tensor, separator: int) -> tuple[Tensor,
     return targets.masked_fill(ends, IGNORED), numbers - begins
 
 
-def _without_padding(used: Tensor, *batch: Tensor) -> tuple[Tensor, ...]:
-    """Drop the last columns that no sample uses; meta tensors are returned unchanged."""
-    if used.is_meta:
-        return batch
-    columns = int(used.any(0).nonzero().max()) + 1
-    return tuple(each[:, :columns] for each in batch)
+def _without_padding(*batch: Any) -> tuple[Tensor, ...]:
+    """Drop the last columns, which no sample uses; meta tensors are returned unchanged.
+
+    Args:
+        batch: tensors (N, context), and the number of columns that are used.
+    """
+    *tensors, columns = batch
+    # FLOPs are counted for whole samples.
+    return tuple(each if each.is_meta else each[:, :columns] for each in tensors)
 
 
 def _load(

@@ -133,7 +133,9 @@ class LanguageModel:
             found |= self._mixture.losses(of_samples, sources, targets.shape[1])
         if model.training or self._token_bytes is None:
             return found
-        sizes = self._token_bytes.to(targets.device)[targets]
+        from hvdtrain.runtime.device import sent
+
+        sizes = sent(self._token_bytes, targets.device)[targets]
         bits = loss.double() * targets.numel() / math.log(2)
         return {**found, "bits_per_byte": (bits, sizes.sum())}
 

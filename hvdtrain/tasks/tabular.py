@@ -116,16 +116,20 @@ class Tabular:
         from torch.nn.functional import cross_entropy
 
         from hvdtrain.data.table_encoding import HIDDEN, offsets
+        from hvdtrain.runtime.device import sent
 
         assert self._data is not None
-        first = torch.tensor(offsets(self._data.columns.features), device=codes.device)
-        hidden = torch.rand(fractions.shape, device=codes.device) < self.config.mask
+        device = codes.device
+        first = sent(torch.tensor(offsets(self._data.columns.features)), device)
+        # Drawn on the CPU, which then knows the hidden rows without waiting for a GPU.
+        drawn = torch.rand(fractions.shape) < self.config.mask
+        hidden = sent(drawn, device)
+        rows_of = sent(drawn.T.nonzero()[:, 1], device).split(drawn.sum(dim=0).tolist())
         seen = torch.where(hidden, (first + HIDDEN).to(codes.dtype), codes)
         cells = model(seen, fractions.masked_fill(hidden, 0.0))[:, 1:]
         targets = codes.long() - first + (fractions >= 0.5)
-        loss = right = torch.zeros((), device=codes.device)
-        for column in range(codes.shape[1]):
-            rows = hidden[:, column].nonzero()[:, 0]
+        loss = right = torch.zeros((), device=device)
+        for column, rows in enumerate(rows_of):
             scores = model.scores_of_codes(cells[rows, column], column).float()
             wanted = targets[rows, column]
             loss = loss + cross_entropy(scores, wanted, reduction="sum")

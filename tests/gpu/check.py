@@ -6,7 +6,7 @@ Requires only a Python with torch. The parts, in the order in which they are nam
               of `make gpu-kit` if it exists, with a Horovod with NCCL (compiled, or the kit's)
     ops       single operations in one process, tests/gpu/ops.py
     table     hvdtrain's own commands, tests/gpu/checks.py
-    speed     tokens per second beside a plain loop, tests/gpu/speed.py
+    speed     tokens per second of hvdtrain and of a plain loop in turns, tests/gpu/speed.py
 
 A part that fails does not stop the others, and none begins after --seconds. The results so far are
 always in --out, in case the machine is lost: 8 files. Without a GPU everything runs on the CPU as

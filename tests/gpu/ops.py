@@ -12,8 +12,11 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 Look = Callable[[torch.device], str]
 # Checks that run on any device, and checks that need a GPU.
 ANYWHERE: list[Look] = []
@@ -468,6 +472,38 @@ def out_of_memory_is_explained(device: torch.device) -> str:
         assert text and "GPU's memory is not enough" in text, f"{type(error).__name__}: {error}"
         return text[:120]
     raise AssertionError("1 PiB was allocated")
+
+
+@on_gpu
+def a_step_waits_for_the_device_at_most_twice(device: torch.device) -> str:
+    """torch reports each wait; tests/single/test_foreign_device.py counts them without a GPU."""
+    from hvdtrain.bench.app import AppLoop
+    from hvdtrain.config import parse
+
+    flags = "--config gpt-nano --data.train hvdtrain/*/*.py --precision.name bf16"
+    flags += " --eval.every 0 --checkpoint.every 0 --telemetry.port 0 --train.duration 100"
+    app = AppLoop(parse(flags.split()), Path(tempfile.mkdtemp()))
+    app.run(5)
+    waits: Counter[str] = Counter()
+
+    def note(*_: Any, **__: Any) -> None:
+        frames = [f for f in traceback.extract_stack() if str(PACKAGE) in f.filename]
+        frames = frames or traceback.extract_stack()[:-1]
+        waits[f"{frames[-1].filename.removeprefix(str(PACKAGE))}:{frames[-1].lineno}"] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            app.run(2)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    app.close()
+    seen = ", ".join(f"{line} x{count / 2:g}" for line, count in waits.most_common())
+    of_step = sum(count for line, count in waits.items() if not line.startswith("/bench/")) / 2
+    assert of_step <= 2, seen
+    return seen
 
 
 @on_gpu

@@ -1,4 +1,4 @@
-"""Tokens per second of gpt-small on one GPU beside a plain loop: `python -m tests.gpu.speed`.
+"""Tokens per second of gpt-small on one GPU and a plain loop in turns: `python -m tests.gpu.speed`.
 
 Part of tests/gpu/check.py. hvdtrain's loop and a plain loop of the same model, optimizer and batch
 take turns in one process, so that both meet the same clocks; one process per variant. MFU by the
@@ -45,7 +45,7 @@ _TURNS = 5
 _SECONDS = 2.0  # of a turn
 
 
-def measure(flags: list[str], beside_plain: bool) -> dict[str, Any]:
+def measure(flags: list[str], with_plain: bool) -> dict[str, Any]:
     """Return ms/step of both loops in turns, hvdtrain's tokens per second and its MFU."""
     from hvdtrain.bench.app import AppLoop
     from hvdtrain.bench.plain import PlainLoop
@@ -59,7 +59,7 @@ def measure(flags: list[str], beside_plain: bool) -> dict[str, Any]:
     task, datasets = build_data(settings)
     app = AppLoop(settings, Path(tempfile.mkdtemp()), (task, datasets))
     loops: dict[str, AppLoop | PlainLoop] = {"hvdtrain": app}
-    if beside_plain:
+    if with_plain:
         loops["plain"] = plain = PlainLoop(task, datasets.train, config, app.device)
         if config.compile:
             blocks: Any = plain.model.blocks
@@ -106,9 +106,9 @@ def main() -> int:
     parser.add_argument("--variant", choices=VARIANTS, help="measure in this process")
     args = parser.parse_args()
     if args.variant:
-        flags, beside_plain = VARIANTS[args.variant]
+        flags, with_plain = VARIANTS[args.variant]
         common = f"{_COMMON} {_GPU if args.gpus else _TINY}"
-        print("measured", json.dumps(measure(f"{common} {flags}".split(), beside_plain)))
+        print("measured", json.dumps(measure(f"{common} {flags}".split(), with_plain)))
         return 0
     until = time.monotonic() + args.seconds
     rows: dict[str, Any] = {}

@@ -274,7 +274,7 @@ def test_packed_documents_have_the_logits_of_each_alone(root: Path, layout: str)
                     total, count = total - float(scores[at, target]), count + 1
             begin, documents = end, documents + 1
     assert documents > len(indices)
-    found, trained = task.loss(model, default_collate([data[index] for index in indices]))["loss"]
+    found, trained = task.loss(model, task.collate([data[index] for index in indices]))["loss"]
     assert int(trained) == count and float(found) == pytest.approx(total, rel=1e-5)
 
 
@@ -295,7 +295,7 @@ def test_document_mask_separates_documents_of_text(root: Path, tmp_path: Path, l
             for at in range(begin, end - bool(ends)):
                 total, count = total - float(scores[at - begin, sample[at + 1]]), count + 1
             begin = end
-    found, trained = task.loss(model, default_collate(samples))["loss"]
+    found, trained = task.loss(model, task.collate(samples))["loss"]
     assert int(trained) == count < 3 * 48 and float(found) == pytest.approx(total, rel=1e-5)
 
 

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import default_collate
 
 from hvdtrain.config import parse
 from hvdtrain.data.text import Tokenizer
@@ -70,7 +69,7 @@ def _data(task: HuggingFace) -> Any:
 
 
 def _loss(task: HuggingFace, model: nn.Module, samples: list[Any]) -> tuple[float, int]:
-    total, count = task.loss(model, default_collate(samples))["loss"]
+    total, count = task.loss(model, task.collate(samples))["loss"]
     return float(total.detach()), int(count)
 
 
@@ -194,7 +193,7 @@ def test_activation_checkpointing_keeps_gradients_identical(root: Path, keep: st
             config = MemoryConfig(checkpoint_activations=keep)
             arrange_activations(config, task, model, torch.device("cpu"))
         seed_all(2)
-        task.loss(model, default_collate([_data(task)[0]]))["loss"][0].backward()
+        task.loss(model, task.collate([_data(task)[0]]))["loss"][0].backward()
         assert calls == [2 if checkpointed else 1], "the block is computed again in backward"
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
     for own, other in zip(*gradients, strict=True):

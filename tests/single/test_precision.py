@@ -16,7 +16,7 @@ from hvdtrain.optim import precision
 from hvdtrain.run.prepare import _build_precision
 from hvdtrain.telemetry.gpu import gain_of_bf16
 from tests.support.job import Finished, Job
-from tests.support.runs import TINY, environment, metrics, run, train
+from tests.support.runs import REPOSITORY, TINY, environment, metrics, run, train
 
 STEPS = 30
 FLAGS = [*("--train.duration", str(STEPS)), *("--eval.every", str(STEPS)), *("--eval.batches", "4")]
@@ -152,3 +152,28 @@ def test_float32_on_a_gpu_with_bfloat16_units_is_reported(
     assert gain_of_bf16(torch.device("cuda"), torch.float32) == gain
     assert gain_of_bf16(torch.device("cuda"), torch.bfloat16) == ""
     assert gain_of_bf16(torch.device("cpu"), torch.float32) == ""
+
+
+# There may be no GPU here: the device reports a gain.
+GAIN = """
+from hvdtrain.run import build
+from hvdtrain.tasks.language_model import LanguageModel
+
+build.gain_of_bf16 = lambda device, dtype: "about 15 times as fast"
+
+
+class Task(LanguageModel):
+    pass
+"""
+
+
+def test_log_names_the_gain_of_bf16(tmp_path: Path) -> None:
+    (tmp_path / "gain.py").write_text(GAIN)
+    where = ["--run.root", str(tmp_path), "--train.duration", "1", "--eval.every", "0"]
+    done = run(
+        tmp_path / "output",
+        [*TINY, *where, "--task", "gain:Task"],
+        env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+    )
+    line = "precision.name float32: this GPU multiplies bfloat16 about 15 times as fast"
+    assert done.returncode == 0 and done.stderr.count(line) == 1, done

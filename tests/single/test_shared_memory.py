@@ -49,3 +49,9 @@ def test_small_sum_over_gloo_takes_pairs_of_ranks(tmp_path: Path) -> None:
     done = _run(tmp_path, "gloo", "tests.support.small_sums", ranks=7, **off)
     assert done.returncode == 0, done
     assert done.stdout.count("agrees") == 7
+
+
+def test_sums_begun_together_are_rounded_as_one_after_another(tmp_path: Path) -> None:
+    done = _run(tmp_path, "gloo", "tests.support.sums_together", **{"HOROVOD_SHARED_MEMORY": "0"})
+    assert done.returncode == 0, done
+    assert done.stdout.count("[] differ") == RANKS, done

@@ -565,8 +565,8 @@ class Replay:
             )
         if len(self._arithmetic) > 1:
             return (
-                f"devices round differently ({'; '.join(self._arithmetic)}). Use hosts with one "
-                "kind of device, or exchange.name dense"
+                f"devices round differently ({'; '.join(self._arithmetic)}). Use one kind of "
+                "device and one runtime.threads on all hosts, or exchange.name dense"
             )
         return (
             "an operation of the model or its loss is not deterministic. Use another one, or "

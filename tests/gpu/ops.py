@@ -70,8 +70,11 @@ def flash_kernels_equal_products(device: torch.device) -> str:
     from hvdtrain.models import attention_kernels as kernels
 
     seen = []
-    for dtype in (torch.bfloat16, torch.float16):
-        gradient, q, k, v = _qkv(device, dtype)
+    cases = (torch.bfloat16, 4, 64), (torch.float16, 4, 64), (torch.bfloat16, 2, 128)
+    for dtype, heads, size in (*cases, (torch.bfloat16, 4, 256)):
+        gradient, q, *keys = _qkv(device, dtype, size=size)
+        k, v = (x[:, :heads].contiguous() for x in keys)
+        assert kernels.has_flash(q)
         y, denominators = kernels.attend(q, k, v, True, None)
         wide = q.float(), k.float(), v.float()
         right, right_denominators = kernels._products(*wide, True, None)
@@ -82,7 +85,8 @@ def flash_kernels_equal_products(device: torch.device) -> str:
             (gradient.float(), right, right_denominators), wide, True, None
         )
         backward = max(_distance(a, b) for a, b in zip(found, rights, strict=True))
-        seen.append(f"{dtype}: forward {forward:.1e}, backward {backward:.1e}")
+        case = f"{dtype}, {heads} of 4 heads, size {size}"
+        seen.append(f"{case}: forward {forward:.1e}, backward {backward:.1e}")
         assert forward < 1e-2 and backward < 2e-2, seen
     return "; ".join(seen)
 
@@ -112,6 +116,74 @@ def attention_backward_is_reproducible(device: torch.device) -> str:
     seen = f"{found} results in 12 of bfloat16 and float32; by default {without}"
     assert found == [1, 1], seen
     return seen
+
+
+class _OfModel:
+    """A task whose samples are tensors, for a model and its loss."""
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        self._loss = loss
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+        return {"loss": self._loss(model, *batch)}
+
+
+@on_gpu
+def exact_models_have_the_same_gradient_each_time(device: torch.device) -> str:
+    """The check before an exact run, with operations that have deterministic kernels only."""
+    from torch.utils.data import TensorDataset
+
+    from hvdtrain.models.gpt import GPT
+    from hvdtrain.models.gpt_config import AttentionConfig, GPTConfig
+    from hvdtrain.models.vision import ResNet
+    from hvdtrain.optim.config import PrecisionConfig
+    from hvdtrain.optim.precision import build_precision
+    from hvdtrain.run.repeatable import FirstMicroBatch
+    from hvdtrain.runtime.device import use_deterministic_kernels, without_kernel
+    from hvdtrain.tasks import Datasets
+
+    tokens = torch.randint(0, 256, (4, 1025), generator=torch.Generator().manual_seed(0))
+    texts = TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    images = TensorDataset(_random((4, 3, 224, 224), 1), torch.arange(4))
+    patterns = {
+        "all": AttentionConfig(),
+        "dilated": AttentionConfig(
+            pattern="dilated", segment_lengths=[256, 1024], dilation_rates=[1, 4]
+        ),
+        "block_sparse": AttentionConfig(
+            pattern="block_sparse", block_size=128, local_blocks=2, global_blocks=1
+        ),
+    }
+    of_text = _OfModel(lambda model, *batch: model.loss(*batch))
+    of_image = _OfModel(lambda model, x, y: F.cross_entropy(model(x), y))
+    cases: dict[str, Any] = {"resnet50": (of_image, ResNet("resnet50", 224, 3, 10), images)}
+    for name, pattern in patterns.items():
+        config = GPTConfig(
+            layers=2, heads=8, kv_heads=2, width=512, context=1024, vocab_size=256,
+            attention=pattern,
+        )  # fmt: skip
+        cases[f"gpt, {name}"] = of_text, GPT(config), texts
+    use_deterministic_kernels(device)
+    seen = []
+    try:
+        for name, (task, model, samples) in cases.items():
+            for kind in ("float32", "bf16"):
+                precision = build_precision(PrecisionConfig(kind), device)  # type: ignore[arg-type]
+                first = FirstMicroBatch(
+                    task, model.to(device), Datasets(samples), precision, range(4), seed=1
+                )
+                differing = [name for _ in range(3) for name in first.differing()]
+                seen.append(f"{name}, {kind}: {len({*differing})} differ")
+                assert not differing, seen
+        pooled = F.adaptive_max_pool2d(_random((1, 1, 8, 8), 2).to(device).requires_grad_(), 3)
+        try:
+            pooled.sum().backward()
+        except RuntimeError as error:
+            seen.append(str(without_kernel(error)))
+        assert "adaptive_max_pool2d" in seen[-1], seen
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return "; ".join(seen)
 
 
 @on_gpu

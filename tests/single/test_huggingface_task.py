@@ -16,7 +16,6 @@ import torch
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 from torch import nn
-from torch.utils.data import default_collate
 
 from hvdtrain.config import parse
 from hvdtrain.data.text import Tokenizer

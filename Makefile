@@ -60,9 +60,10 @@ WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/p
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
-# With the options of the MPI that is installed.
+# With the options of the MPI that is installed. On a machine with GPUs, ranks use them only with GPU=nccl.
+ON_CPUS = $(if $(filter none,$(GPU)),$(if $(filter-out 1,$(NP)),--runtime.device cpu))
 train: $(STAMPS)/horovod-$(GPU)
-	launcher="$(call MPIRUN,$(NP))" && $$launcher $(BIN)/python -m hvdtrain.train $(ARGS)
+	launcher="$(call MPIRUN,$(NP))" && $$launcher $(BIN)/python -m hvdtrain.train $(ON_CPUS) $(ARGS)
 
 setup: $(STAMPS)/horovod-$(GPU)
 	@echo "hvdtrain: ready; now run: . $(VENV)/bin/activate"

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from hvdtrain import log
+from hvdtrain.bench.plain import finish
 from hvdtrain.config import Settings
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, StepRecord
 from hvdtrain.run import build
@@ -66,6 +67,7 @@ class AppLoop:
             recorder.open(0, components.exporter)
         callbacks = build_callbacks(config, components, Outputs(run_directory, recorder), context)
         self.model: nn.Module = components.state.model
+        self.device = components.device
         self.exporter = components.exporter
         self.capture = components.state.capture
         self.rank = topology.rank
@@ -90,7 +92,7 @@ class AppLoop:
         self._strategy.close()
 
     def run(self, steps: int) -> float:
-        """Train; return the seconds it took."""
+        """Train; return the seconds until the device has finished."""
         progress = self._loop.progress
         progress.record = None  # its callbacks were called in the previous block
         self._block.last = progress.step + steps
@@ -99,6 +101,7 @@ class AppLoop:
             start = time.perf_counter()
             with suppress(_BlockEnds):
                 self._loop.run()
+            finish(self.device)
             return time.perf_counter() - start
 
 

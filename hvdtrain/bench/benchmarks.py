@@ -16,7 +16,7 @@ from hvdtrain.bench.worker import COPY_EVERY
 
 MIB = 1 << 20
 HVDTRAIN = ("horovodrun --gloo", "mpirun")
-DDP = "torch DDP on gloo"
+DDP = "torch DDP"  # on gloo, or on NCCL with GPUs
 _NO_EXCHANGE = "no exchange"
 _AIM = 90.0  # % of linear scaling
 

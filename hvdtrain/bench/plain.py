@@ -1,7 +1,8 @@
 """Baseline for hvdtrain: a plain PyTorch training loop, alone or in DistributedDataParallel.
 
-It trains the same model on the same samples with the same optimizer. It has no checkpoints, no
-metrics and no elastic world size, and does not import Horovod.
+It trains the same model on the same samples with the same optimizer, on the same device and in the
+same precision (fp16 without a loss scale). It has no checkpoints, no metrics and no elastic world
+size, and does not use Horovod.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from hvdtrain.config import Config
-from hvdtrain.data.loader import has_own_order
+from hvdtrain.data.loader import has_own_order, to_device
 from hvdtrain.data.order import build_order, specification_of
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import build_optimizer, learning_rate, set_learning_rate
-from hvdtrain.runtime.device import seed_all
+from hvdtrain.optim.precision import BF16_PARAMS, MasterWeights, build_precision, to_bfloat16
+from hvdtrain.runtime.collectives import on_all_ranks
+from hvdtrain.runtime.device import choose_device, seed_all
 from hvdtrain.tasks import Task, optional
 
 # Communication hooks of DistributedDataParallel that correspond to `exchange.wire`.
@@ -51,7 +54,8 @@ class PlainLoop:
     """The plain training loop.
 
     Args:
-        task, dataset, config: as in hvdtrain; the model is on the CPU.
+        task, dataset, config: as in hvdtrain.
+        device: on which hvdtrain would train.
         rank, world_size: this process's share of the micro-batches, the number of which must be a
             multiple of world_size.
         exchange: average gradients over the ranks with DistributedDataParallel, in the format of
@@ -66,16 +70,23 @@ class PlainLoop:
         task: Task,
         dataset: Dataset[Any],
         config: Config,
+        device: torch.device,
         rank: int = 0,
         world_size: int = 1,
         exchange: bool = False,
     ) -> None:
         seed_all(config.seed)
+        self.device, self.precision = device, build_precision(config.precision, device)
         self.model = task.model()
+        if self.precision.name == BF16_PARAMS:
+            to_bfloat16(self.model)
+        self.model = self.model.to(device)
         groups = optional(task, "param_groups")
         self.optimizer = build_optimizer(
             config.optim, self.model, groups(self.model) if groups else None
         )
+        if self.precision.name == BF16_PARAMS:
+            self.optimizer = MasterWeights(self.optimizer)
         self.forward: nn.Module = _WithLoss(task, self.model)
         if exchange:
             self.forward = DistributedDataParallel(self.forward)
@@ -94,13 +105,16 @@ class PlainLoop:
         order = build_order(specification, config.seed, config.batch.global_size)
         samples = order.samples(0, config.train.steps * config.batch.global_size)
         micro_batches = samples.reshape(-1, config.batch.micro_samples)[rank::world_size]
-        self.batches = iter(DataLoader(dataset, batch_sampler=micro_batches.tolist()))
+        pinned = device.type == "cuda"
+        loader = DataLoader(dataset, batch_sampler=micro_batches.tolist(), pin_memory=pinned)
+        self.batches = iter(loader)
 
     def run(self, steps: int) -> float:
-        """Train; return the seconds it took."""
+        """Train; return the seconds until the device has finished."""
         start = time.perf_counter()
         for _ in range(steps):
             self.losses.append(self._one_step())
+        finish(self.device)
         return time.perf_counter() - start
 
     def _one_step(self) -> float:
@@ -108,11 +122,13 @@ class PlainLoop:
         rate = learning_rate(self.config.schedule, optim.lr, self.step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.zero_grad()
-        total, weights = torch.zeros(()), []
+        total, weights = torch.zeros((), device=self.device), []
         for i in range(self.passes):
             last = i == self.passes - 1
             with nullcontext() if last else self._no_exchange():
-                loss, weight = self.forward(next(self.batches))
+                batch = to_device(next(self.batches), self.device)
+                with self.precision.autocast(self.device):
+                    loss, weight = self.forward(batch)
                 loss = loss / self.passes
                 loss.backward()
             total += loss.detach()
@@ -128,7 +144,8 @@ class PlainLoop:
 
     def _divide_by(self, weights: Sequence[Any]) -> float:
         """Scale gradients of sums to gradients of their mean; return the factor."""
-        total = torch.stack([torch.as_tensor(w).detach().double() for w in weights]).sum()
+        own = [torch.as_tensor(w, device=self.device).detach().double() for w in weights]
+        total = torch.stack(own).sum()
         batches = len(weights)
         if isinstance(self.forward, DistributedDataParallel):  # gradients are already averages
             dist.all_reduce(total)
@@ -145,14 +162,31 @@ class PlainLoop:
         return nullcontext()
 
 
-def join_ranks() -> None:
+def finish(device: torch.device) -> None:
+    """Wait until the device has done its work: calls return when CUDA kernels are launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def join_ranks(wanted: str = "cpu") -> torch.device:
     """Join torch.distributed with Horovod as the rendezvous, then shut Horovod down.
 
     For ranks that horovodrun started, on one or several hosts.
+
+    Args:
+        wanted: `runtime.device`.
+
+    Returns:
+        The device of this rank; torch.distributed exchanges over NCCL on GPUs.
+
+    Raises:
+        AgreedError: a rank has no device.
     """
     from hvdtrain.parallel.world import join
     from hvdtrain.runtime.init import initialize, shut_down
 
     topology = initialize()
-    join(range(topology.world_size), topology, torch.device("cpu"))
+    device = on_all_ranks("device", lambda: choose_device(topology, wanted))
+    join(range(topology.world_size), topology, device)
     shut_down()
+    return device

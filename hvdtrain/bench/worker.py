@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
 import sys
 import tempfile
 import time
@@ -61,7 +60,7 @@ def _overhead(settings: Settings, steps: int, rounds: int, directory: Path) -> d
     settings.config.train.duration = IDENTICAL_AFTER + rounds * steps
     task, datasets = build_data(settings)
     app = AppLoop(settings, directory, (task, datasets))
-    plain = PlainLoop(task, datasets.train, settings.config)
+    plain = PlainLoop(task, datasets.train, settings.config, app.device)
     loops: dict[str, AppLoop | PlainLoop] = {"hvdtrain": app, "plain": plain}
     for loop in loops.values():
         loop.run(IDENTICAL_AFTER)
@@ -98,11 +97,12 @@ def _rate_of_plain(
     from hvdtrain.parallel.world import leave
     from hvdtrain.run.data import build_task
 
-    join_ranks()
+    device = join_ranks(settings.config.runtime.device)
     rank, size = dist.get_rank(), dist.get_world_size()
     settings.config.train.duration = WARM_UP_STEPS + steps
     task = build_task(settings)
-    loop = PlainLoop(task, task.datasets().train, settings.config, rank, size, exchange)
+    data = task.datasets().train
+    loop = PlainLoop(task, data, settings.config, device, rank, size, exchange)
     loop.run(WARM_UP_STEPS)
     dist.barrier()
     seconds: list[float] = [0.0] * size
@@ -230,30 +230,28 @@ def _evict_from_page_cache(path: Path) -> None:
 
 
 def _memory_of_plain(settings: Settings, steps: int, _: int, directory: Path) -> dict[str, Any]:
+    import torch
+
     from hvdtrain.bench.plain import PlainLoop
     from hvdtrain.run.data import build_task
+    from hvdtrain.runtime.memory import resident_peak
 
     settings.config.train.duration = steps
     task = build_task(settings)
-    PlainLoop(task, task.datasets().train, settings.config).run(steps)
-    return {"peak_bytes": _peak_bytes()}
+    gpu = settings.config.runtime.device == "auto" and torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")  # as a run chooses it
+    PlainLoop(task, task.datasets().train, settings.config, device).run(steps)
+    return {"peak_bytes": resident_peak()}
 
 
 def _memory_of_run(flags: Sequence[str]) -> dict[str, Any]:
     """Run a whole training with the given flags, including checkpoints and evaluation."""
+    from hvdtrain.runtime.memory import resident_peak
     from hvdtrain.train import main as train
 
     if train(flags) != 0:
         raise SystemExit("the run failed")
-    return {"peak_bytes": _peak_bytes()}
-
-
-def _peak_bytes() -> int:
-    """Peak resident memory of this process."""
-    status = Path("/proc/self/status").read_text()
-    match = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert match
-    return int(match[1]) * 1024
+    return {"peak_bytes": resident_peak()}
 
 
 KINDS: dict[str, Callable[..., dict[str, Any]]] = {

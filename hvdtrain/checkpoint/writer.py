@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from threading import Thread
 from typing import Protocol
 
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from hvdtrain.checkpoint.format import Checkpoint
 from hvdtrain.log import logger
+from hvdtrain.runtime.pinned import pinned
 
 # Longest wait for a save: a file system may hang for a minute, and a slow one writes at _SLOWEST.
 TIMEOUT_S = 120.0
 _SLOWEST = 10e6  # bytes/s
+_ALIGNMENT = 64  # bytes
 _QUICKLY_TOUCHED = 64 << 20  # bytes; a smaller save need not wait for `prepare`
 
 
@@ -203,15 +206,40 @@ def _tensors(checkpoint: Checkpoint | None) -> Iterable[Tensor]:
 
 
 def _empty_like(checkpoint: Checkpoint) -> Checkpoint:
-    """Allocate separate memory for each tensor, pinned for tensors on a GPU."""
-    parts = {
-        part: {
-            name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+    """Allocate memory for each tensor; one pinned block per part for the tensors on a GPU."""
+    parts = {}
+    for part, tensors in checkpoint.parts.items():
+        on_gpu = {name: t for name, t in tensors.items() if t.is_cuda}
+        views = _in_one_block(on_gpu, pinned)
+        parts[part] = {
+            name: views[name] if name in views else torch.empty(t.shape, dtype=t.dtype)
             for name, t in tensors.items()
         }
-        for part, tensors in checkpoint.parts.items()
-    }
     return Checkpoint(parts, {})
+
+
+def _in_one_block(
+    tensors: Mapping[str, Tensor], allocate: Callable[[int, torch.device], Tensor]
+) -> dict[str, Tensor]:
+    """Return contiguous tensors of the same names, shapes and dtypes, in one block of memory.
+
+    Args:
+        tensors: on one device, for which memory is allocated.
+        allocate: see `pinned`.
+    """
+    if not tensors:
+        return {}
+    ends = [*accumulate(_aligned(t) for t in tensors.values())]
+    block = allocate(ends[-1], next(iter(tensors.values())).device)
+    return {
+        name: block[end - _aligned(t) :][: t.nbytes].view(t.dtype).view(t.shape)
+        for end, (name, t) in zip(ends, tensors.items(), strict=True)
+    }
+
+
+def _aligned(tensor: Tensor) -> int:
+    """Bytes of a tensor in a block; the next tensor is aligned as if it were allocated alone."""
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _touch(tensors: Iterable[Tensor]) -> None:

@@ -38,7 +38,14 @@ from hvdtrain.elastic.processes import (
     in_order,
     replica_size,
 )
-from hvdtrain.elastic.status import RENDEZVOUS, TRAINING, Identity, ProcessStatus, StepFailures
+from hvdtrain.elastic.status import (
+    RENDEZVOUS,
+    TRAINING,
+    Identity,
+    ProcessStatus,
+    StepFailures,
+    same_gpu,
+)
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
 from hvdtrain.run_files.host_records import CAUSES, SILENT, STUCK, avoided, cause_of_end
 
@@ -594,8 +601,18 @@ def _misfit(job: JobState, process: TrainingProcess) -> str:
     """Why a newcomer's configuration, data or device excludes it from the run; "": it fits."""
     if not _is_new(process) or job.identity is None or process.status is None:
         return ""
-    problem = process.status.identity.differs_from(*job.identity)
+    problem = process.status.identity.differs_from(*job.identity) or _used_gpu(job, process)
     return f"on {process.host}: {problem}" if problem else ""
+
+
+def _used_gpu(job: JobState, process: TrainingProcess) -> str:
+    """Why a newcomer cannot use its GPU: a process of the run, or an earlier newcomer, does."""
+    gpu = process.status.gpu if process.status is not None else ""
+    for other in job.alive("running", "waiting") if gpu else ():
+        earlier = not _is_new(other) or other.number < process.number
+        if earlier and other.status is not None and other.status.gpu == gpu:
+            return same_gpu(str(other), gpu)
+    return ""
 
 
 def _refuse_unfit(job: JobState) -> list[Action]:

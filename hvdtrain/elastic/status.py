@@ -18,7 +18,7 @@ class Identity:
         configuration: digest of the configuration.
         samples, fingerprint: of the training data.
         precision: in which the model is computed.
-        rounding: how this processor rounds an optimizer step, see `runtime.device.rounding`.
+        rounding: how this device rounds an optimizer step, see `runtime.device.rounding`.
     """
 
     device: str
@@ -45,6 +45,12 @@ class Identity:
                 f"precision.name auto is {self.precision} on the device here and {other.precision} "
                 f"on {host}: name one that both devices support"
             )
+        if self.rounding != other.rounding and self.device == "cuda":
+            return (
+                f"the GPU here is {self.rounding}, but the GPU of {host} is {other.rounding}: with "
+                "this optim.name they round a step differently, so the ranks' parameters would "
+                "drift apart. Use one model of GPU, or optim.name adamw"
+            )
         if self.rounding != other.rounding:
             return (
                 f"the processor here differs from the processor of {host}: it rounds a step "
@@ -59,6 +65,14 @@ def other_configuration(host: str) -> str:
     return (
         f"the configuration here differs from the configuration of rank 0 on {host}: compare the "
         "files that --config names, and hvdtrain's version, on the two hosts"
+    )
+
+
+def same_gpu(other: str, gpu: str) -> str:
+    """Return the problem of a process that uses the GPU of another one."""
+    return (
+        f"the GPU here ({gpu}) is the GPU of {other}: start one rank for each GPU, and show each "
+        "process all GPUs of its host, or only its own"
     )
 
 
@@ -84,6 +98,7 @@ class ProcessStatus:
         shard: index of the model's shard that it holds, 0 to replica_size - 1; None: no shard.
         reachable_step: the latest step as of which it can provide that shard: `step`, or one more
             if a pending step can still be applied because another process has done it.
+        gpu: see `runtime.device.gpu_of`.
     """
 
     identity: Identity
@@ -95,6 +110,7 @@ class ProcessStatus:
     replica_size: int = 1
     shard: int | None = None
     reachable_step: int = 0
+    gpu: str = ""
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> ProcessStatus:

@@ -19,7 +19,8 @@ In a step whose number is a multiple of `integrity.replay_every`,
 A difference alone does not accuse a rank: kernels may not be reproducible, and devices of different
 kinds round differently. Then gradients are compared by a relative distance, whose bound is measured
 in 4: of 32 sums with random signs (the sketch of Alon, Matias and Szegedy, "The space complexity of
-approximating the frequency moments", STOC 1996).
+approximating the frequency moments", STOC 1996). An exact run ends instead, because its gradients
+must be bitwise identical.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from hvdtrain.data.loader import Batch, TrainLoader, to_device
 from hvdtrain.data.order import spread
 from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.integrity import DIGEST_BYTES, SKETCH, ShardSums, TensorHash
-from hvdtrain.errors import EXIT_CRASH, crash
+from hvdtrain.errors import EXIT_CRASH, EXIT_USER, crash
 from hvdtrain.exchange.base import TrainedParameters
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError, gather_bytes, gather_json, on_all_ranks
@@ -352,6 +353,7 @@ class Replay:
         self._buffers = _NONE
         self._error = ""
         self._off = False
+        self._arithmetic: list[str] = []  # of the devices of the last vote
         self._bound = 0.0  # 0: gradients are bitwise identical
         self._repeated = -1  # the last step that was repeated
 
@@ -500,6 +502,7 @@ class Replay:
         original = {
             rank: GradientFingerprint(*answers[rank]["original"]) for rank in (subject, checker)
         }
+        self._arithmetic = sorted({vote.arithmetic for vote in votes})
         certain = reproducible(self._context.device)
         return judge(votes, original, self._bound, certain)
 
@@ -526,6 +529,15 @@ class Replay:
     def _act(self, step: int, subject: int, checker: int, verdict: Verdict) -> None:
         """Report a verdict, and do what follows from it; identical on all ranks."""
         number = first_of(subject, self._counts)
+        if verdict.kind in ("inexact", "irreproducible") and self._passes.exact:
+            self._say(step, "inexact", "", (), bound=verdict.bound)
+            raise AgreedError(
+                f"step {step + 1}: ranks compute gradients of micro-batch {number} that are not "
+                f"bitwise identical, as exchange.name exact requires: {self._cause(verdict)}. The "
+                "step was not applied",
+                EXIT_USER,
+                0,
+            )
         if verdict.kind == "irreproducible":
             self._switch_off(
                 step,
@@ -543,6 +555,23 @@ class Replay:
             self._say(step, "inexact", message, (), bound=verdict.bound)
             return
         self._accuse(step, subject, checker, number, verdict)
+
+    def _cause(self, verdict: Verdict) -> str:
+        """Why gradients differ in an exact run, and what to do."""
+        if verdict.kind == "irreproducible":
+            return (
+                "the task's loss depends on more than the parameters, the buffers, the samples and "
+                "the random numbers. Change it, or use exchange.name dense"
+            )
+        if len(self._arithmetic) > 1:
+            return (
+                f"devices round differently ({'; '.join(self._arithmetic)}). Use hosts with one "
+                "kind of device, or exchange.name dense"
+            )
+        return (
+            "an operation of the model or its loss is not deterministic. Use another one, or "
+            "exchange.name dense"
+        )
 
     def _accuse(self, step: int, subject: int, checker: int, number: int, verdict: Verdict) -> None:
         """Repeat the step without the wrong ranks' hosts, repeat it here, or end the run.

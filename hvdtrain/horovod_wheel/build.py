@@ -1,8 +1,8 @@
 """Make Horovod's wheel: download, check, unpack, patch, compile, cache.
 
-missing = check_prerequisites()          all at once, before any download
 recipe  = recipe.detect()                torch, MPI, operations, patches -> a name
 wheel   = the cached file of that name, else
+          check_prerequisites()          all at once, before any download
           download -> unpack -> patch -> compile -> rename into the cache
 """
 
@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 from hvdtrain.errors import UserError
@@ -65,14 +66,15 @@ def build(
 
     Raises UserError if something is missing, BuildError if a step fails.
     """
-    toolkit = cuda.find() if gpu != "none" else None
-    check_prerequisites(mpi, toolkit)
-    made = recipe.detect(gpu, mpi)
     directory = (wheel_dir or default_wheel_dir()).expanduser().absolute()
-    cached = _find(directory, made)
+    # First, because a cached wheel requires no compiler.
+    cached = _cached(directory, gpu, mpi)
     if cached:
         say(f"Horovod's wheel is cached: {cached.name}")
         return cached
+    toolkit = cuda.find() if gpu != "none" else None
+    check_prerequisites(mpi, toolkit)
+    made = recipe.detect(gpu, mpi)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         # Use a directory inside the cache, so that the last step is a rename on one file system.
@@ -255,6 +257,14 @@ def _compiler_cache(scratch: Path) -> dict[str, str]:
     # Each build has another directory.
     own = {"CCACHE_BASEDIR": str(scratch), "CCACHE_NOHASHDIR": "1"}
     return own | {f"CMAKE_{name}_COMPILER_LAUNCHER": "ccache" for name in ("C", "CXX")}
+
+
+def _cached(directory: Path, gpu: str, mpi: bool) -> Path | None:
+    """Return the wheel of this environment, if it is known and cached."""
+    try:
+        return _find(directory, recipe.detect(gpu, mpi))
+    except (PackageNotFoundError, UserError):  # no torch or no MPI: the prerequisites name them
+        return None
 
 
 def _find(directory: Path, made: recipe.Recipe) -> Path | None:

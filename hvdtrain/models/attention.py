@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hvdtrain.models.attention_kernels import has_flash
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.partial_attention import Documents, Part, Strip, attend_parts
 
@@ -33,14 +34,27 @@ def causal_attention(
 ) -> Tensor:
     """Causal attention: each position sees itself and earlier positions of its document."""
     share = q.shape[1] // k.shape[1]
+    if share > 1 and (documents is not None or not shares_heads(q)):
+        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+        share = 1
     if documents is None:
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=share > 1
         )
-    if share > 1:  # CUDA's fused kernel with a mask requires equally many heads
-        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
     seen = (documents[:, :, None] == documents[:, None, :]).tril()
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], dropout_p=dropout)
+
+
+def shares_heads(q: Tensor) -> bool:
+    """Whether torch's fused kernel without a mask accepts fewer heads of k and v than of q.
+
+    On CUDA only FlashAttention does. The kernels for float32, and for a mask, require equally many
+    heads: otherwise torch computes all (time, time) scores in memory.
+    """
+    if not q.is_cuda:
+        return True
+    cast = torch.is_autocast_enabled("cuda")
+    return has_flash(q, torch.get_autocast_dtype("cuda") if cast else None)
 
 
 def dropped_attention(

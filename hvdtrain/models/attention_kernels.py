@@ -18,6 +18,8 @@ from torch import Tensor
 
 # Rows of scores in memory at a time without a fused kernel.
 _ROWS = 512
+# Limits of torch's FlashAttention on CUDA: channels of a head, and major compute capability.
+_LARGEST_HEAD, _OLDEST_WITH_FLASH = 256, 8
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -38,7 +40,7 @@ def attend(
     """
     if seen is None and q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    if seen is None and _has_flash(q):
+    if seen is None and has_flash(q):
         y, denominators = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[
             :2
         ]
@@ -77,13 +79,14 @@ def attend_backward(
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, *qkv, y, denominators, 0.0, causal
         )
-    elif seen is None and _has_flash(gradient):
-        # Without dropout the kernel does not read its random state; with equal lengths it does
-        # not read the lengths.
-        none = torch.empty(0, dtype=torch.int64, device=gradient.device)
+    elif seen is None and has_flash(gradient):
+        # The forward pass returns no cumulative lengths, since all sequences have the same length;
+        # any tensor there would select the kernel for different lengths. Without dropout the kernel
+        # does not read its random state.
+        state = torch.empty(0, dtype=torch.int64, device=gradient.device)
         found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient, *qkv, y, denominators, none, none,
-            qkv[0].shape[2], qkv[1].shape[2], 0.0, causal, none, none,
+            gradient, *qkv, y, denominators, None, None,
+            qkv[0].shape[2], qkv[1].shape[2], 0.0, causal, state, state,
         )  # fmt: skip
     else:
         with _without_autocast(gradient.device.type):
@@ -111,8 +114,18 @@ def _products_backward(results: Three, qkv: Three, causal: bool, seen: Tensor | 
     return torch.cat(of_q, dim=2), of_k, of_v
 
 
-def _has_flash(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
+def has_flash(q: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether CUDA has FlashAttention for queries (..., head_size).
+
+    Args:
+        dtype: in which attention computes; None: that of q.
+    """
+    if not q.is_cuda or (dtype or q.dtype) not in (torch.float16, torch.bfloat16):
+        return False
+    if q.shape[-1] % 8 or q.shape[-1] > _LARGEST_HEAD:
+        return False
+    # torch.compile treats these properties as constants.
+    return torch.cuda.get_device_properties(q.device).major >= _OLDEST_WITH_FLASH
 
 
 def _without_autocast(kind: str) -> AbstractContextManager[Any]:

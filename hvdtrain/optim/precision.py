@@ -69,7 +69,7 @@ def check_parameters(precision: str, model: nn.Module) -> None:
     """Check that the model's parameters can be trained in this precision.
 
     Args:
-        precision: the configured name.
+        precision: name, never `auto`.
 
     Raises:
         UserError: they are float16, and true gradients would be too small for it.

@@ -16,6 +16,9 @@ class Agreement:
     ranks may have passed it, and others not. A rank that did not pass keeps its gradients, and
     applies its deferred update if it meets a rank that did.
 
+    A rank reaches the barrier when its gradients are complete on its device: Update.prepare has
+    read their norm. A collective of NCCL that is aborted later ends as if it were complete.
+
     Attributes:
         unready: called before each barrier with the number of the step; whether this rank is to be
             counted in `late`. It may wait for a limited time.

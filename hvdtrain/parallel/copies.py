@@ -41,6 +41,7 @@ from hvdtrain.agent import protocol
 from hvdtrain.log import logger
 from hvdtrain.parallel.spanned import HeldShard
 from hvdtrain.runtime import heartbeat
+from hvdtrain.runtime.pinned import pinned
 
 _ALIGNMENT = 16
 _HASHED = 8 << 20  # bytes; hashing releases the GIL
@@ -218,13 +219,13 @@ class CopyStore:
                 del self._copies[number, step]
         return damaged
 
-    def buffer(self, size: int, pinned: bool = False) -> Tensor:
-        """Return memory for a copy of `size` bytes."""
+    def buffer(self, size: int, gpu: torch.device | None = None) -> Tensor:
+        """Return memory for a copy of `size` bytes; pinned if it is copied from a GPU."""
         with self._lock:
             for number, free in enumerate(self._free):
-                if free.nbytes == size and free.is_pinned() == pinned:
+                if free.nbytes == size and free.is_pinned() == (gpu is not None):
                     return self._free.pop(number)
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        return torch.empty(size, dtype=torch.uint8) if gpu is None else pinned(size, gpu)
 
 
 class _Sent(NamedTuple):
@@ -343,11 +344,11 @@ class MemoryCopies:
         if since is not None:
             self.store.drop(lambda at: at < since)
         layout = _layout(shard)
-        of_gpu = any(t.is_cuda for t in shard.tensors.values())
-        content = self.store.buffer(_size(layout), of_gpu)
+        gpu = next((t.device for t in shard.tensors.values() if t.is_cuda), None)
+        content = self.store.buffer(_size(layout), gpu)
         for name, view in _views(content, layout).items():
             view.copy_(shard.tensors[name].detach(), non_blocking=True)
-        if of_gpu:
+        if gpu is not None:
             torch.cuda.synchronize()
         facts = {"progress": shard.progress, "applied": shard.applied, "layout": layout}
         header = json.dumps(facts).encode()

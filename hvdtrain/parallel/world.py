@@ -12,24 +12,44 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import RankLostError, gather_json
 from hvdtrain.runtime.heartbeat import HEARTBEAT
 from hvdtrain.runtime.machine import LOOPBACK, address_towards, addresses_by_interface
 from hvdtrain.runtime.mesh import Topology
 
+_CUDA = torch.device("cuda")
 _INTERFACE = "HOROVOD_GLOO_IFACE"
 # Maximum wait for another rank: to join, and in each collective.
 LIMIT = timedelta(minutes=5)
 # Time in which ranks that were notified of a failure leave their world on their own.
 _GRACE_SECONDS = 0.3
+# For NCCL in elastic runs, unless the user sets them: by default torch ends the process if a peer
+# is lost. The last two shorten its report, whose threads would delay the next generation by a
+# minute (watchdog) or by eight (monitor).
+_NCCL_OF_ELASTIC_RUNS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 
 
-def join(ranks: Sequence[int], topology: Topology, device: torch.device) -> None:
+def join(
+    ranks: Sequence[int], topology: Topology, device: torch.device, elastic: bool = False
+) -> None:
     """Create a world of `ranks`, in this order, as torch's default group.
 
     Every rank of the job calls it, each with the ranks of its own world.
+
+    Args:
+        elastic: this process survives the loss of another one, see Connections.
     """
+    if elastic and device.type == "cuda":
+        for name, value in _NCCL_OF_ELASTIC_RUNS.items():
+            os.environ.setdefault(name, value)
     address, interface = own_address(topology)
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     rank, size = ranks.index(topology.rank), len(ranks)
@@ -54,7 +74,9 @@ def leave() -> None:
     if not dist.is_initialized():
         return
     with HEARTBEAT.waiting(), lost_peers():
-        dist.barrier()
+        # Over gloo. barrier() may choose a GPU by this rank's number, which is another rank's GPU
+        # after a change of the ranks.
+        dist.all_reduce(torch.zeros(1))
     abandon()
 
 
@@ -66,6 +88,9 @@ def abandon() -> None:
 
 class Connections:
     """Connections of this process's world, with which a failed world is left.
+
+    NCCL's collectives are aborted. They end as if they were complete, with incomplete results, so
+    Horovod's collectives must already fail: then no rank uses such a result (see Agreement).
 
     Gloo has no call that cancels pending operations: their connections are shut down instead. When
     a write fails, gloo forgets who waits for it, so no write on either side may fail before its
@@ -113,7 +138,7 @@ class Connections:
             while not all(map(_has_ended, own)) and time.monotonic() < deadline:
                 time.sleep(0.005)
             _stop_reading(own)
-        _abort_nccl()
+        _abort_nccl(_groups())
 
     def abort(self) -> None:
         """Fail the collectives in progress in this process; any thread may call it.
@@ -122,9 +147,10 @@ class Connections:
         """
         if self._left.wait(_GRACE_SECONDS):
             return
+        groups = _groups()  # not later: they might be those of the next world
         with ExitStack() as stack:
             _stop_reading([stack.enter_context(found) for found in self._connections()])
-        _abort_nccl()
+        _abort_nccl(groups)
 
     def _connections(self) -> Iterator[socket.socket]:
         """Connections of the world, each with a new descriptor; no listening sockets.
@@ -197,9 +223,40 @@ def _stop_reading(connections: Sequence[socket.socket]) -> None:
             connection.shutdown(socket.SHUT_RD)
 
 
-def _abort_nccl() -> None:
-    if torch.cuda.is_available() and dist.is_initialized():
-        dist.group.WORLD.abort()  # type: ignore[union-attr]
+def _groups() -> list[dist.ProcessGroup]:
+    """The world and all groups within it, such as those of a mesh's axes.
+
+    torch has no public list. If it renames this one, a failed elastic run ends in AttributeError;
+    tests/single/test_torch_private.py detects it.
+    """
+    return [*distributed_c10d._world.pg_names]
+
+
+def _abort_nccl(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Abort the NCCL collectives of these groups; return when their kernels have ended.
+
+    All groups are aborted at once: an abort waits for the GPU, where the kernel of another group
+    may be waiting for its peers. torch's own `_abort_process_group` aborts one after the other, and
+    removes the groups from its tables, where the main thread may look for one: it would fail with
+    an error that does not name the cause (see lost_peers).
+    """
+    # _device_types and _get_backend are private, see `_groups`. Gloo serves "cuda", too.
+    with_gpus = [group for group in groups if _CUDA in group._device_types]
+    nccl = [group for group in with_gpus if group._get_backend(_CUDA).name() == "nccl"]
+    aborts = [
+        threading.Thread(target=_abort, args=(group,), name="abort", daemon=True) for group in nccl
+    ]
+    for thread in aborts:
+        thread.start()
+    for thread in aborts:
+        thread.join()
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    try:
+        group._get_backend(_CUDA).abort()
+    except RuntimeError as error:
+        logger.warning("NCCL did not abort a group: %s", error)
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> JobProfile:
 
     Args:
         flags: flags of a run; `precision.name` selects the peak.
-        gpu: part of a name in telemetry.gpu.PEAKS.
+        gpu: name that contains the words of a name in telemetry.gpu.PEAKS.
         mfu: fraction of the peak that the model reaches.
 
     Raises:
@@ -108,8 +108,7 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> JobProfile:
     # Build the model with real values: some models read values (tables of positions) when built.
     model = task.model()
     name = config.precision.name
-    half = name in ("bf16", "fp16", "bf16-params")
-    dtype = torch.bfloat16 if half else Precision("float32").dtype(model)
+    dtype = Precision().dtype(model) if name == "float32" else torch.bfloat16
     peak = peak_flops(gpu, dtype, tf32=False)
     if peak is None:
         raise UserError(f"--gpu {gpu}: its peak is unknown; known are {', '.join(PEAKS)}")

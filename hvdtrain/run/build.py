@@ -35,6 +35,7 @@ from hvdtrain.optim.trainable import check_device, check_model, freeze
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.run.fit import Trial, with_micro_size
 from hvdtrain.run.prepare import Prepared
+from hvdtrain.run.repeatable import check_repeatable
 from hvdtrain.run.resolve import Resolved, RunBuckets, dataset_size
 from hvdtrain.run.strategy import Strategy
 from hvdtrain.runtime import heartbeat
@@ -45,7 +46,7 @@ from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.tasks import Datasets, Task, collate_of, optional
 from hvdtrain.telemetry.exporter import Exporter
-from hvdtrain.telemetry.gpu import peak_of
+from hvdtrain.telemetry.gpu import gain_of_bf16, peak_of
 from hvdtrain.telemetry.sinks import check_packages
 
 
@@ -121,6 +122,7 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
     elastic = prepared.start.elastic
     strategy.form(topology, device)
     model = on_all_ranks("model", lambda: build_model(task, config, device))
+    on_all_ranks("precision", lambda: check_parameters(precision.name, model))
     flops = build_flops(config, task, datasets, model, precision.dtype(model))
     on_all_ranks("parallel", lambda: strategy.split(task, model))
     # After counting FLOPs: recomputed activations are not FLOPs of the model.
@@ -131,6 +133,10 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
     interleaved = on_all_ranks(
         "batch.interleave", lambda: _interleaved(config, task, model, device)
     )
+    if config.exchange.exact:
+        size, buckets = config.batch.micro_samples, prepared.buckets.train
+        of_run = task, model, datasets, precision, config.seed, size, buckets
+        on_all_ranks("repeatable", lambda: check_repeatable(*of_run))
     optimizer = on_all_ranks(
         "optimizer",
         lambda: strategy.optimizer(build_run_optimizer(config, task, model), precision),
@@ -214,6 +220,12 @@ def build_loop(
     if config.precision.name == "auto":
         chosen = components.precision.name, context.device.type
         logger.info("precision.name auto: %s, on %s", *chosen)
+    elif gain := gain_of_bf16(context.device, components.precision.dtype(state.model)):
+        logger.info(
+            "precision.name %s: this GPU multiplies bfloat16 %s; --precision.name bf16 uses it",
+            config.precision.name,
+            gain,
+        )
     if components.prepared.config.batch.micro_size == "auto":
         logger.info("batch.micro_size auto: %d", config.batch.micro_size)
     loss_scale = components.precision.loss_scale
@@ -299,7 +311,6 @@ def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
     model: nn.Module = task.model()
     freeze(model, config.optim.freeze)
     check_model(model)
-    check_parameters(config.precision.name, model)
     if config.precision.name == BF16_PARAMS:
         to_bfloat16(model)
     model = model.to(device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from hvdtrain.data.stream import Position, StreamState, has_state
 from hvdtrain.elastic.status import Identity
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.memory import CompileClock
+from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.optim.precision import Precision, build_precision
 from hvdtrain.run.data import build_data
@@ -30,6 +32,10 @@ from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.phases import PhaseTimer, cuda_event
 from hvdtrain.tasks import Datasets, Task
 from hvdtrain.telemetry.exporter import Exporter
+
+# Optimizers that multiply matrices, sum along them or use bitsandbytes: on CUDA, these choose
+# kernels by the GPU's model.
+_BY_GPU = ("muon", "adafactor", "adamw8bit")
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,8 @@ class Prepared:
             digest: digest of the configuration.
         """
         size, fingerprint = self.resolved.epoch_samples, self.datasets.fingerprint
-        rounded = rounding(self.device, products=self.config.optim.name == "muon")
+        optimizer = self.config.optim.name
+        rounded = rounding(self.device, optimizer == "muon", optimizer in _BY_GPU)
         name = self.precision.name
         return Identity(self.device.type, digest, size, fingerprint, name, rounded)
 
@@ -138,14 +145,13 @@ def prepare(
     Raises:
         AgreedError: a rank cannot build one.
     """
-    if settings.config.exchange.exact:
-        use_deterministic_kernels()
     # In an elastic run local ranks change, but a process keeps its GPU.
     device_index = start.local_rank if start.elastic else None
-    device = on_all_ranks("device", lambda: choose_device(topology, device_index))
-    precision = on_all_ranks(
-        "precision", lambda: build_precision(settings.config.precision, device)
-    )
+    wanted = settings.config.runtime.device
+    device = on_all_ranks("device", lambda: choose_device(topology, wanted, device_index))
+    if settings.config.exchange.exact:
+        use_deterministic_kernels(device)
+    precision = on_all_ranks("precision", lambda: _build_precision(settings.config, device))
     timer = comm.COLLECTIVES.timer = _build_timer(start.clock, device)
 
     def read_data() -> tuple[Task, Datasets, Resolved]:
@@ -156,6 +162,21 @@ def prepare(
     memory = PeakMemory(device, timer)
     stream = on_all_ranks("data_position", lambda: _build_stream(settings.config, datasets))
     return Prepared(resolved, start, task, datasets, device, precision, timer, memory, stream)
+
+
+def _build_precision(config: Config, device: torch.device) -> Precision:
+    """Build the precision, and check what `auto` selects on this device like a configured name.
+
+    Raises:
+        UserError: the configuration excludes it.
+    """
+    precision = build_precision(config.precision, device)
+    chosen: Any = precision.name
+    try:
+        replace(config, precision=replace(config.precision, name=chosen))
+    except ValueError as error:
+        raise UserError(f"precision.name auto is {precision.name} here: {error}") from None
+    return precision
 
 
 def _build_stream(config: Config, datasets: Datasets) -> StreamState | None:

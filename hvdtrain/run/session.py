@@ -61,10 +61,11 @@ from hvdtrain.run.data import build_datasets
 from hvdtrain.run.generation import Cause, Generation, Launched, restore_consistent_state
 from hvdtrain.run.prepare import Prepared, Start, prepare, prepare_environment
 from hvdtrain.run.recorder import PersistentState
-from hvdtrain.run.start_checks import agree_to_start
+from hvdtrain.run.start_checks import agree_to_start, check_gpus
 from hvdtrain.run.strategy import Strategy, build_strategy
 from hvdtrain.runtime import environment, heartbeat, notices
 from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json
+from hvdtrain.runtime.device import gpu_of
 from hvdtrain.runtime.failure import abort_all_ranks, force_exit
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.init import abort_collectives, initialize, shut_down
@@ -200,6 +201,7 @@ class Session:
     def _abort(self) -> None:
         """Abort collectives because this generation is over; runs in another thread."""
         heartbeat.HEARTBEAT.generation_over = True
+        # First: no rank may agree on a step with results of the collectives that are aborted below.
         abort_collectives()
         self._strategy.abort_collectives()
 
@@ -317,6 +319,7 @@ class Session:
             except LostError as error:
                 raise crash(f"the launcher no longer responds ({error})") from None
             try:
+                check_gpus(self.device, self.topology)
                 return (yield from self._train(cause))
             except ReplacedError as error:
                 self.removed = True
@@ -425,4 +428,5 @@ class Rejoin:
             replica_size=prod(config.parallel.degrees.values()),
             shard=own.shard,
             reachable_step=own.reachable_step,
+            gpu=gpu_of(self.prepared.device),
         )

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from hvdtrain.checkpoint.mirror import check_mirror
 from hvdtrain.config import Config, Settings
 from hvdtrain.config_checks import Ranks, check_ranks
 from hvdtrain.elastic.membership import LostError, Membership
-from hvdtrain.elastic.status import other_configuration
+from hvdtrain.elastic.status import other_configuration, same_gpu
 from hvdtrain.errors import EXIT_USER, UserError, crash
 from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
@@ -22,6 +24,7 @@ from hvdtrain.parallel.config import AXES
 from hvdtrain.run.resolve import with_global_batch
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import AgreedError, gather_json
+from hvdtrain.runtime.device import gpu_of
 from hvdtrain.runtime.init import controller
 from hvdtrain.runtime.mesh import Grid, Topology
 
@@ -130,6 +133,24 @@ def _check_launcher(membership: Membership) -> None:
             "horovodrun does not recognize hvdtrain: let it start `python -m hvdtrain.train` "
             "itself, or set HVDTRAIN_ELASTIC=1 if a script starts it"
         )
+
+
+def check_gpus(device: torch.device, topology: Topology) -> None:
+    """Check that no two ranks use one GPU; processes of an elastic run have chosen it alone.
+
+    Raises:
+        AgreedError: on all ranks; two of them do.
+    """
+    gpus = gather_json(gpu_of(device), "own_gpu")
+    firsts = [gpus.index(gpu) if gpu else rank for rank, gpu in enumerate(gpus)]
+    raise_first(
+        [
+            same_gpu(f"rank {first} on {topology.hosts[first]}", gpus[rank])
+            if first != rank
+            else ""
+            for rank, first in enumerate(firsts)
+        ]
+    )
 
 
 def check_hierarchical(config: Config, topology: Topology) -> None:

@@ -235,7 +235,7 @@ class Spanning:
         grid = self._grid or Grid.of(topology.hosts, parallel.degrees, AXES)
         replica = grid.replica_of(topology.rank)
         with self._connections.opened(replica) if self._elastic else nullcontext():
-            join(replica, topology, device)
+            join(replica, topology, device, self._elastic)
             used = {axis: degree for axis, degree in grid.degrees.items() if degree > 1}
             axes = init_device_mesh(device.type, (*used.values(),), mesh_dim_names=(*used,))
         self.use(Mesh(topology, grid, axes))

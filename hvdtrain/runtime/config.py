@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from hvdtrain.config_tiers import expert
 from hvdtrain.errors import require
@@ -15,10 +16,13 @@ class RuntimeConfig:
     Args:
         threads: CPU threads per rank; 0 = OMP_NUM_THREADS if set, otherwise the host's cores
             divided by its ranks
+        device: `auto` uses a GPU per rank if torch finds any, else CPUs; `cpu` uses CPUs. Ranks on
+            GPUs require a Horovod with operations on GPUs, unless there is only one
         standalone: ignore the launcher: each process is an independent run with its own run.id
     """
 
     threads: int = 0
+    device: Literal["auto", "cpu"] = "auto"
     standalone: bool = expert(False)
 
     def __post_init__(self) -> None:

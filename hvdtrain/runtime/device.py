@@ -5,40 +5,59 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-from hvdtrain.errors import UserError
-from hvdtrain.log import logger
+from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.runtime import machine
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.mesh import Topology
+from hvdtrain.text import plural
+
+_WITHOUT_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
-def choose_device(topology: Topology, device_index: int | None = None) -> torch.device:
-    """Return a GPU of this rank's own if torch and Horovod support CUDA, else the CPU.
+def choose_device(
+    topology: Topology, wanted: str = "auto", device_index: int | None = None
+) -> torch.device:
+    """Return a GPU of this rank's own if torch can use one, else the CPU.
 
     Every rank calls it. A launcher either shows all GPUs of a host to all of its ranks, which then
     use the GPU of their local rank, or shows each rank only its own (srun --gpus-per-task=1).
 
     Args:
-        device_index: this process's GPU on its host, if that is not its local rank: in an
-            elastic run local ranks change, but GPUs do not.
+        wanted: `runtime.device`.
+        device_index: in an elastic run, this process's GPU on its host: local ranks change, but
+            GPUs do not. The process does not know the other ranks yet; `gpu_of` is compared later.
 
     Raises:
-        UserError: this host has fewer GPUs than ranks.
+        UserError: this host has fewer GPUs than ranks, or Horovod cannot exchange between GPUs.
     """
-    visible_here = _visible_gpus()
+    visible_here = _visible_gpus() if wanted == "auto" else []
     visible = gather_json(visible_here, "gpus")
     if not visible_here:
         return torch.device("cpu")
+    exchanges = topology.world_size > 1 or device_index is not None
+    if exchanges and not (hvd.nccl_built() or hvd.cuda_built()):
+        raise UserError(
+            f"{topology.host} has {plural(len(visible_here), 'GPU')}, but Horovod was built "
+            "without operations on GPUs: `hvdtrain horovod build --gpu nccl --install` builds it "
+            "with them; to train on CPUs add --runtime.device cpu"
+        )
     neighbors = topology.ranks_by_host()[topology.host]
     # By UUID: under srun each rank numbers its own GPU 0.
     others = {gpu for rank in neighbors if rank != topology.rank for gpu in visible[rank]}
     own = others.isdisjoint(visible_here)
-    index = device_index if device_index is not None else 0 if own else topology.local_rank
+    if device_index is None:
+        index = 0 if own else topology.local_rank
+    else:
+        index = 0 if len(visible_here) == 1 else device_index
     if index >= len(visible_here):
         ranks = max(topology.local_size, index + 1)
         raise UserError(
@@ -49,18 +68,33 @@ def choose_device(topology: Topology, device_index: int | None = None) -> torch.
     return torch.device("cuda", index)
 
 
-def rounding(device: torch.device, products: bool) -> str:
-    """Return a digest of an optimizer step's results as this processor rounds them; "": a GPU.
+def gpu_of(device: torch.device) -> str:
+    """Return the host and the UUID of a GPU, which identify it among all ranks; "": a CPU.
+
+    By NCCL's name of the host, if it is set: NCCL, too, refuses two ranks with one GPU of one host.
+    """
+    if device.type != "cuda":
+        return ""
+    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    return f"{host} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def rounding(device: torch.device, products: bool, by_gpu: bool) -> str:
+    """Return what an optimizer step's results on this device depend on; "": on nothing.
 
     Each rank computes norms and the optimizer step itself. torch and MKL choose kernels by
     processor, and results differ between AVX2 and AVX512 (a square root), or without FMA. Ranks
-    with different digests would drift apart from the first step on.
+    with different results would drift apart from the first step on.
 
     Args:
         products: the optimizer multiplies matrices, as Muon does.
+        by_gpu: the optimizer's kernels on a GPU depend on the GPU's model.
+
+    Returns:
+        On a CPU a digest of such results, on a GPU its name.
     """
-    if device.type != "cpu":
-        return ""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device) if by_gpu else ""
     # The inputs are the same with any kernels: exact up to the product, which IEEE rounds.
     x = torch.arange(1, 4097, dtype=torch.float32).mul_(0.7).frac_().add_(0.001)
     y = x.flip(0).contiguous()
@@ -96,19 +130,15 @@ def reproducible(device: torch.device) -> bool:
 
     https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
     """
-    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
-    return one_thread or torch.are_deterministic_algorithms_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if device.type == "cuda":
+        return deterministic and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return deterministic or torch.get_num_threads() == 1
 
 
 def _visible_gpus() -> list[str]:
     """UUIDs of the GPUs that this rank can use, in CUDA's order."""
     if not torch.cuda.is_available():
-        return []
-    if not (hvd.nccl_built() or hvd.cuda_built()):
-        logger.warning(
-            "CUDA is available, but Horovod was built without it: training on the CPU; "
-            "`hvdtrain horovod build --gpu nccl --install` builds it for GPUs"
-        )
         return []
     gpus = range(torch.cuda.device_count())
     return [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus]
@@ -127,16 +157,31 @@ def choose_kernels() -> None:
     torch.ones(1).sqrt()
 
 
-def use_deterministic_kernels() -> None:
-    """Use deterministic kernels, with a warning if there is none; call it before CUDA is used.
+def use_deterministic_kernels(device: torch.device) -> None:
+    """Use deterministic kernels; call it before the first computation on the device.
+
+    If an operation has none, it prints a warning on a CPU and raises an error on CUDA, see
+    `without_kernel`: with warnings alone, attention's backward pass on CUDA is not deterministic.
 
     https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=device.type != "cuda")
     torch.backends.cudnn.benchmark = False
     # Only code that reads uninitialized memory would notice.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def without_kernel(error: BaseException) -> UserError | None:
+    """Return the error for the user if an operation has no deterministic kernel, else None."""
+    found = _WITHOUT_KERNEL.search(str(error)) if isinstance(error, RuntimeError) else None
+    if found is None:
+        return None
+    return UnsupportedTaskError(
+        f"{found[1]} has no deterministic kernel on this device, as exchange.name exact "
+        "(torch.use_deterministic_algorithms) requires: use another operation in the model or its "
+        "loss, or exchange.name dense"
+    )
 
 
 def set_cuda_kernels(tf32: bool, cudnn_benchmark: bool) -> None:
@@ -187,3 +232,16 @@ def seed_all(*key: int) -> None:
         torch.cuda.manual_seed_all(seed)
     np.random.seed(first)
     random.seed(seed)
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Restore the generators that `seed_all` seeds to their states before the context."""
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            np.random.set_state(of_numpy)
+            random.setstate(of_python)

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from hvdtrain.errors import EXIT_CRASH, UnsupportedTaskError, UserError
 from hvdtrain.log import logger
+from hvdtrain.runtime.device import without_kernel
 from hvdtrain.runtime.horovod import HorovodInternalError, hvd
 from hvdtrain.runtime.memory import explained
 from hvdtrain.runtime.mesh import Topology
@@ -45,6 +46,7 @@ def abort_all_ranks(error: BaseException, topology: Topology) -> NoReturn:
     logger.handlers[:] = [h for h in logger.handlers if isinstance(h, logging.FileHandler)]
     logger.error("%s: %s", type(error).__name__, error, exc_info=error)
     logging.shutdown()
+    error = without_kernel(error) or error
     # From here on a launcher's SIGTERM ends this rank at once.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = EXIT_CRASH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,7 @@ class HighWater:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
-        self._settable = True
+        self._settable = _high_water_mark() is not None
         self.set_back()
 
     def read(self) -> tuple[int, int | None]:
@@ -29,8 +30,8 @@ class HighWater:
             Resident memory on the host; memory of tensors on the device (None without a GPU).
         """
         if self._device is None:
-            return _high_water_mark(), None
-        return _high_water_mark(), torch.cuda.max_memory_allocated(self._device)
+            return resident_peak(), None
+        return resident_peak(), torch.cuda.max_memory_allocated(self._device)
 
     def set_back(self) -> bool:
         """Reset the marks; return whether the kernel allows resetting the host's mark."""
@@ -115,9 +116,16 @@ class PeakMemory:
         return max(self._before[0], host), max(self._before[1], device or 0)
 
 
-def _high_water_mark() -> int:
-    text = _STATUS.read_text()
-    return int(text.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
+def resident_peak() -> int:
+    """Return the peak resident memory of this process in bytes, since HighWater last reset it."""
+    mark = _high_water_mark()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if mark is None else mark
+
+
+def _high_water_mark() -> int | None:
+    """Return the mark that can be reset; None: this kernel has none, like gVisor's."""
+    found = _STATUS.read_text().partition("VmHWM:")[2].split(maxsplit=1)
+    return int(found[0]) * 1024 if found else None
 
 
 # --- running out of memory ----------------------------------------------------

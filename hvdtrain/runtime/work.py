@@ -92,8 +92,12 @@ def _ticks(fields: list[str], which: slice) -> int:
 
 
 def _blocks(directory: Path, which: tuple[str, ...]) -> int:
-    counts = dict(line.split(": ") for line in (directory / "io").read_text().splitlines())
-    return sum(int(counts[name]) for name in which) // _BLOCK
+    try:
+        text = (directory / "io").read_text()
+    except OSError:  # it has ended, or this kernel does not count transfers
+        return 0
+    counts = dict(line.split(": ") for line in text.splitlines())
+    return sum(int(counts.get(name, 0)) for name in which) // _BLOCK
 
 
 def _descendants(pid: int) -> Iterator[int]:

@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
+from hvdtrain.models.attention import shares_heads
 from hvdtrain.tasks.huggingface_config import HuggingFaceTaskConfig, LoraConfig
 
 CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
@@ -232,6 +233,7 @@ def build(
         UserError: transformers has no such model, or the weights are missing or do not fit.
     """
     transformers = library()
+    transformers.AttentionInterface.register("sdpa", _attention)
     of_kind = getattr(transformers, directory.kind)
     options = {"trust_remote_code": False}
     try:
@@ -256,6 +258,33 @@ def build(
     model.train()  # from_pretrained returns it in eval mode, without dropout
     assert isinstance(model, nn.Module)
     return model
+
+
+class _Ungrouped(NamedTuple):
+    """A module's properties without its number of groups, by which heads would be repeated."""
+
+    is_causal: bool
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """transformers' use of torch's attention, with equally many heads if the kernel needs them.
+
+    transformers relies on kernels that accept fewer heads of keys and values, see `shares_heads`.
+
+    Args:
+        query: (batch, heads, time, head_size).
+        key, value: (batch, key heads, time, head_size).
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    share = query.shape[1] // key.shape[1]
+    of_model: Any = module
+    if share > 1 and not shares_heads(query):
+        key, value = (x.repeat_interleave(share, dim=1) for x in (key, value))
+        of_model = _Ungrouped(getattr(module, "is_causal", True))
+    return sdpa_attention_forward(of_model, query, key, value, *args, **kwargs)
 
 
 def has_weights(directory: Path) -> bool:

@@ -1,9 +1,16 @@
 """Check hvdtrain on this machine's GPUs: `make gpu-check`, or `python3 -m tests.gpu.check`.
 
-Requires only a Python with torch. Creates an environment on top of that Python's packages, from the
-kit of `make gpu-kit` if it exists, compiles Horovod there with NCCL, and runs the table of
-`tests/gpu/checks.py` in it. Without a GPU the checks run on the CPU as far as possible, and the
-exit code is 2, never 0.
+Requires only a Python with torch. The parts, in the order in which they are named:
+
+    prepare   facts about the machine; an environment on top of that Python's packages, from the kit
+              of `make gpu-kit` if it exists, with a Horovod with NCCL (compiled, or the kit's)
+    ops       single operations in one process, tests/gpu/ops.py
+    table     hvdtrain's own commands, tests/gpu/checks.py
+    speed     tokens per second of hvdtrain and of a plain loop in turns, tests/gpu/speed.py
+
+A part that fails does not stop the others, and none begins after --seconds. The results so far are
+always in --out, in case the machine is lost: 8 files. Without a GPU everything runs on the CPU as
+far as possible, with tiny models, and the exit code is 2, never 0.
 """
 
 from __future__ import annotations
@@ -18,26 +25,55 @@ import time
 from pathlib import Path
 
 from hvdtrain.errors import UserError
-from hvdtrain.horovod_wheel.process import run_logged
-from tests.gpu.kit import KIT, REPOSITORY, WORK, requirements
+from hvdtrain.horovod_wheel.process import TimedOutError, run_logged
+from tests.gpu.kit import COMPILER_FLAGS, KIT, PROGRAMS, REPOSITORY, WHEELS, WORK, requirements
 
+VENV = WORK / "venv"
+PYTHON = VENV / "bin" / "python"
+PARTS = ("prepare", "ops", "table", "speed")
 INSTALL_SECONDS = 120
-COMPILE_SECONDS = 420
-CHECK_SECONDS = 1200
+COMPILE_SECONDS = 1200
+LEAST_SECONDS = 20  # a part does not begin with less
+END_SECONDS = 10  # for a part to end its processes
+# Shell commands that describe the machine; each may fail.
+FACTS = """
+date; uname -r; nproc; free -g | head -2; df -h . /tmp /dev/shm; python3 -V
+nvidia-smi
+q() { nvidia-smi --query-gpu=$1 --format=csv; }
+q name,driver_version,compute_mode,ecc.mode.current,mig.mode.current
+q clocks_event_reasons.hw_slowdown,clocks_event_reasons.hw_thermal_slowdown
+for p in g++ make patch cmake ninja nvcc mpirun strip taskset; do echo "$p: $(command -v $p)"; done
+nvcc --version | tail -2; g++ --version | head -1; cmake --version | head -1
+ldconfig -p | grep -E 'libcuda\\.|libnccl|libmpi|libnvidia-ml'
+python3 -c "import ctypes; ctypes.CDLL('libcuda.so'); print('libcuda.so loads')" 2>&1 | tail -1
+grep -E 'VmHWM|VmRSS' /proc/self/status
+python3 -c "
+import torch, importlib.metadata as m
+print(torch.__version__, m.version('torch'), torch.version.cuda, torch.cuda.nccl.version())
+print(torch.cuda.get_device_properties(0), torch.cuda.mem_get_info())" 2>&1 | tail -2
+"""
 
 
 class Steps:
-    """Commands with a time limit; their output is in one file."""
+    """Commands with a time limit; their output is in one file.
 
-    def __init__(self, log: Path) -> None:
+    Args:
+        log: the file.
+        seconds: limit of all commands together.
+    """
+
+    def __init__(self, log: Path, seconds: float) -> None:
         self._log = log
-        # CMake may be a package of this Python.
-        own = os.path.dirname(sys.executable)
-        self._env = os.environ | {"PATH": f"{os.environ.get('PATH', os.defpath)}:{own}"}
-        if KIT.is_dir():
-            self._env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(KIT)}
+        self._until = time.monotonic() + seconds
 
-    def run(self, what: str, command: list[str], seconds: float) -> str:
+    @property
+    def left(self) -> float:
+        """Seconds left."""
+        return self._until - time.monotonic()
+
+    def run(
+        self, what: str, command: list[str], seconds: float, env: dict[str, str] | None = None
+    ) -> str:
         """Return its output.
 
         Raises:
@@ -46,7 +82,7 @@ class Steps:
         began = time.monotonic()
         own = WORK / "step.log"
         try:
-            code = run_logged(command, own, seconds, self._env)
+            code = run_logged(command, own, min(seconds, self.left), env or environment())
         finally:
             output = own.read_text(errors="replace")
             with self._log.open("a") as log:
@@ -58,22 +94,47 @@ class Steps:
         return output
 
 
-def prepare(steps: Steps, gpu: bool) -> str:
-    """Return the interpreter of an environment with hvdtrain and Horovod on top of this one's
-    packages."""
-    directory = WORK / "venv"
-    shutil.rmtree(directory, ignore_errors=True)
+def environment() -> dict[str, str]:
+    """Variables of all commands: programs of the environment, the kit, and this Python (CMake may
+    be a package)."""
+    env = dict(os.environ)
+    paths = [str(VENV / "bin"), env.get("PATH", os.defpath)]
+    paths += [str(PROGRAMS), os.path.dirname(sys.executable)]
+    env["PATH"] = os.pathsep.join(paths)
+    if KIT.is_dir():
+        env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(KIT)}
+    return env
+
+
+def compiler_environment(capabilities: list[str]) -> dict[str, str]:
+    """Variables of the compilation: all cores, and only the given GPUs' code."""
+    env = environment() | COMPILER_FLAGS
+    # Below make, the build would ignore MAKEFLAGS as those of the outer make.
+    env.pop("MAKELEVEL", None)
+    env["MAKEFLAGS"] = f"-j{len(os.sched_getaffinity(0))}"
+    if capabilities:
+        env["HOROVOD_BUILD_CUDA_CC_LIST"] = ",".join(capabilities)
+    return env
+
+
+def prepare(steps: Steps, capabilities: list[str]) -> None:
+    """Create an environment with hvdtrain and Horovod on top of this one's packages.
+
+    Args:
+        capabilities: of this machine's GPUs, such as ["90"]; empty: torch has no CUDA.
+
+    Raises:
+        UserError: a step failed.
+    """
+    shutil.rmtree(VENV, ignore_errors=True)
     # Without pip, because ensurepip is missing on many machines. --system-site-packages would use
     # the packages of the base Python if this one is an environment itself.
-    steps.run(
-        "venv", [sys.executable, "-m", "venv", "--without-pip", str(directory)], INSTALL_SECONDS
-    )
-    python = str(directory / "bin" / "python")
+    steps.run("venv", [sys.executable, "-m", "venv", "--without-pip", str(VENV)], INSTALL_SECONDS)
     parents = [*site.getsitepackages(), site.getusersitepackages()]
     lines = [f"import site; site.addsitedir({parent!r})" for parent in parents]
-    (here,) = directory.glob("lib/python*/site-packages")
+    (here,) = VENV.glob("lib/python*/site-packages")
     (here / "parents.pth").write_text("\n".join(lines) + "\n")
-    pip = [python, "-m", "pip", "install", "--no-build-isolation"]
+    pip = [str(PYTHON), "-m", "pip", "install", "--no-build-isolation"]
     if KIT.is_dir():
         # Install only missing or old packages, so that pip does not change that Python's packages.
         carried = [path.name.split("-")[0] for path in KIT.glob("*.whl")]
@@ -81,18 +142,32 @@ def prepare(steps: Steps, gpu: bool) -> str:
         steps.run("hvdtrain", [*pip, "--no-deps", "-e", "."], INSTALL_SECONDS)
     else:
         steps.run("hvdtrain", [*pip, "-e", ".[horovod]"], INSTALL_SECONDS)
-    options = ["--gpu", "nccl"] if gpu else []
-    if shutil.which("mpicxx") is None or shutil.which("mpirun") is None:
+    options = ["--gpu", "nccl"] if capabilities else []
+    path = environment()["PATH"]
+    if shutil.which("mpicxx", path=path) is None or shutil.which("mpirun", path=path) is None:
         options.append("--without-mpi")
-    build = [python, "-m", "hvdtrain.cli", "horovod", "build", "--verbose", *options]
-    wheel = steps.run("Horovod", build, COMPILE_SECONDS).splitlines()[-1]
+    if WHEELS.is_dir():
+        options += ["--wheel-dir", str(WHEELS)]
+    build = [str(PYTHON), "-m", "hvdtrain.cli", "horovod", "build", "--verbose", *options]
+    env = compiler_environment(capabilities)
+    wheel = steps.run("Horovod", build, COMPILE_SECONDS, env).splitlines()[-1]
     # --ignore-installed: the base Python may have another Horovod.
     steps.run("wheel", [*pip, "--no-deps", "--ignore-installed", wheel], INSTALL_SECONDS)
-    return python
 
 
-def count_gpus() -> int:
-    """Return the number of GPUs that torch can use.
+def describe(out: Path) -> None:
+    """Write facts about this machine into facts.txt."""
+    with (out / "facts.txt").open("w") as file:
+        try:
+            subprocess.run(["bash", "-c", FACTS], stdout=file, stderr=subprocess.STDOUT, timeout=90)
+        except subprocess.TimeoutExpired:
+            file.write("\nnot complete after 90 s\n")
+
+
+def gpus_of_torch() -> tuple[int, list[str]]:
+    """Return the number of GPUs that torch can use, and the compute capabilities to compile for.
+
+    If torch has CUDA but there is no GPU, Horovod is still compiled with NCCL, for one capability.
 
     Raises:
         UserError: torch is missing.
@@ -101,29 +176,80 @@ def count_gpus() -> int:
         import torch
     except ImportError:
         raise UserError(f"{sys.executable} has no torch; PYTHON=... names another") from None
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not torch.version.cuda:
+        return 0, []
+    if not torch.cuda.is_available():
+        return 0, ["90"]
+    count = torch.cuda.device_count()
+    found = {torch.cuda.get_device_capability(gpu) for gpu in range(count)}
+    return count, [f"{major}{minor}" for major, minor in sorted(found)]
+
+
+def command_of(part: str, gpus: int, out: Path, seconds: float) -> list[str]:
+    """Return the command of a part other than `prepare`."""
+    modules = {
+        "ops": ["tests.gpu.ops"],
+        "table": ["tests.gpu.checks", "--work", str(WORK / "runs")],
+        "speed": ["tests.gpu.speed"],
+    }
+    common = ["--gpus", str(gpus), "--out", str(out), "--seconds", f"{seconds:.0f}"]
+    return [str(PYTHON), "-m", *modules[part], *common]
+
+
+def run_part(what: str, command: list[str], seconds: float) -> int:
+    """Run a command that prints its own results; return its exit code, 1 if it is ended.
+
+    All its processes are ended with it.
+    """
+    env = environment() | {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
+    try:
+        return run_logged(command, WORK / f"{what}.log", seconds, env, verbose=True)
+    except TimedOutError as error:
+        print(f"gpu-check: {what}: {error}", flush=True)
+        return 1
 
 
 def main() -> int:
-    """Return 0: all checks passed; 1: a check failed; 2: there is no GPU."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Return 0: all checks passed; 1: a check failed; 2: none failed, but there is no GPU."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=WORK / "results", help="default: %(default)s")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
+    parser.add_argument("--seconds", type=float, default=3600, help="of all parts (%(default)s)")
     args = parser.parse_args()
     out = args.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     WORK.mkdir(parents=True, exist_ok=True)
     os.chdir(REPOSITORY)
     log = out / "log.txt"
-    log.write_text("")
+    log.touch()
+    steps = Steps(log, args.seconds)
+    codes = []
     try:
-        gpus = count_gpus()
-        python = prepare(Steps(log), gpu=gpus > 0)
+        gpus, capabilities = gpus_of_torch()
+        if "prepare" in args.parts:
+            describe(out)
+            prepare(steps, capabilities)
     except UserError as error:
         print(f"gpu-check: error: {error}", file=sys.stderr)
         return 1
-    command = [python, "-m", "tests.gpu.checks", "--gpus", str(gpus)]
-    command += ["--work", str(WORK / "runs"), "--out", str(out)]
-    return subprocess.run(command, timeout=CHECK_SECONDS).returncode
+    for part in (part for part in args.parts if part != "prepare"):
+        if steps.left < LEAST_SECONDS:
+            print(f"gpu-check: {part}: no time left", flush=True)
+            codes.append(1)
+            continue
+        print(f"gpu-check: {part} ({steps.left:.0f} s left)", flush=True)
+        command = command_of(part, gpus, out, steps.left - END_SECONDS)
+        codes.append(run_part(part, command, steps.left))
+    if any(codes):
+        print(f"gpu-check: something failed; the results are in {out}")
+        return 1
+    if not gpus:
+        print("gpu-check: no GPU here: nothing is proven but the script itself")
+        return 2
+    print("gpu-check: all passed")
+    return 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +19,17 @@ from hvdtrain.horovod_wheel.process import run_logged
 HVDTRAIN = [sys.executable, "-m", "hvdtrain.cli"]
 STEPS = 12
 CURVE = 1e-3  # allowed difference of losses on two devices, or on two numbers of ranks
+HALF_CURVE = 2e-2  # in 16 bits, from float32
 _TRAIN = [sys.executable, "-m", "hvdtrain.train"]
-_BATCH = "--data.train hvdtrain/*/*.py --batch.global_size 4 --batch.micro_size 2"
+# float32: the losses are compared with the CPU's.
+_BATCH = (
+    "--data.train hvdtrain/*/*.py --batch.global_size 4 --batch.micro_size 2"
+    " --precision.name float32"
+)
 # Without a GPU, the checks themselves are tested with a model that suits a CPU.
 _TINY = f"{_BATCH} --model.layers 2 --model.width 64 --model.heads 2"
+# The presets of large models choose 16 bits on GPUs; losses are compared with the CPU's.
+_PRECISION = ["--precision.name", "float32"]
 _SHORT = (
     f"--train.duration {STEPS} --schedule.warmup_steps 2 --eval.every 0 --checkpoint.every 0"
     " --telemetry.port 0 --telemetry.exchange_every 4"
@@ -34,11 +46,13 @@ class Machine:
         gpus: number of GPUs that torch can use.
         work: directory for runs; large files.
         log: output of all commands.
+        until: time.monotonic() at which all checks must have ended.
     """
 
     gpus: int
     work: Path
     log: Path
+    until: float
 
     @property
     def preset(self) -> str:
@@ -47,7 +61,7 @@ class Machine:
     @property
     def model(self) -> list[str]:
         """Flags of model, data and batch, in addition to the preset."""
-        return (_BATCH if self.gpus else _TINY).split()
+        return [*(_BATCH if self.gpus else _TINY).split(), *_PRECISION]
 
     @property
     def device(self) -> str:
@@ -78,7 +92,8 @@ class Machine:
         """
         own = self.work / "command.log"
         try:
-            code = run_logged(command, own, seconds, os.environ | (env or {}))
+            limit = min(seconds, self.until - time.monotonic())
+            code = run_logged(command, own, limit, os.environ | (env or {}))
         finally:
             said = own.read_text(errors="replace")
             with self.log.open("a") as log:
@@ -94,9 +109,45 @@ class Machine:
 
     def train(self, name: str, launcher: list[str], seconds: float, more: str = "") -> Path:
         """Run it; return its directory."""
-        env = {"CUDA_VISIBLE_DEVICES": ""} if name == "cpu" else {}
-        self.run([*launcher, *self.rank(name), *more.split()], seconds, env=env)
+        self.run([*launcher, *self.rank(name), *more.split()], seconds)
         return self.work / name
+
+    @contextmanager
+    def trained_on_cpu(self) -> Iterator[Callable[[], Path]]:
+        """Train on half of the cores in the background; the context ends the run.
+
+        Yields:
+            A function that waits for the run, and returns its directory or raises AssertionError.
+        """
+        cores = sorted(os.sched_getaffinity(0))
+        cores = cores[len(cores) // 2 :]
+        env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(len(cores))}
+        output = self.work / "cpu.log"
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                self.rank("cpu"),
+                env=os.environ | env,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        os.sched_setaffinity(process.pid, cores)
+
+        def wait() -> Path:
+            try:
+                code = process.wait(self.until - time.monotonic())
+            except subprocess.TimeoutExpired:
+                raise AssertionError("the run on the CPU has not ended") from None
+            assert code == 0, f"exit code {code}: {output.read_text()[-300:]}"
+            return self.work / "cpu"
+
+        try:
+            yield wait
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -104,15 +155,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def compare(one: Path, other: Path) -> str:
+def compare(one: Path, other: Path, limit: float = CURVE) -> str:
     """Return the largest relative difference of two runs' losses in the first `STEPS` steps.
 
     Raises:
-        AssertionError: it exceeds `CURVE`.
+        AssertionError: it exceeds `limit`.
     """
     losses = [lines(run / "metrics.jsonl")[:STEPS] for run in (one, other)]
     pairs = list(zip(*losses, strict=True))
     largest = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in pairs)
     seen = f"at most {largest:.1e} apart in {len(pairs)} steps; last {pairs[-1][0]['loss']:.4f}"
-    assert largest <= CURVE, seen
+    assert largest <= limit, seen
     return seen

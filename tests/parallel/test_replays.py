@@ -18,6 +18,7 @@ from hvdtrain.engine.integrity import TensorHash
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.replay import Replay, ReplayActions, ReplayPlan, StepDiscarded
 from hvdtrain.engine.step import Flags, TrainStep, Update
+from hvdtrain.errors import EXIT_USER
 from hvdtrain.exchange.build import build_exchange
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.optim.config import OptimConfig, PrecisionConfig
@@ -229,11 +230,46 @@ def test_gradients_that_depend_on_the_rank_switch_replays_off(
         assert run.differed == topology.world_size  # in the first step only
 
 
-def _loss_of_rank(rank: int):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (1e-6, "an operation of the model or its loss is not deterministic"),
+        (0.3, "depends on more"),
+    ],
+)
+def test_exact_run_ends_if_gradients_are_not_reproducible(
+    topology: Topology, monkeypatch: pytest.MonkeyPatch, change: float, why: str
+) -> None:
+    if topology.world_size < 2:
+        return  # nothing to compare with
+    monkeypatch.setattr(_Task, "loss", _loss_of_rank(topology.rank * change, change))
+    run = _Run(topology, 1, "exact")
+    before = run.state()
+    with pytest.raises(AgreedError, match=r"as exchange\.name exact requires") as raised:
+        run.steps()
+    assert why in str(raised.value) and raised.value.exit_code == EXIT_USER
+    assert run.state() == before and not run.losses
+
+
+def test_exact_run_ends_if_devices_round_differently(
+    topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if topology.world_size < 2:
+        return  # nothing to compare with
+    # Each time the same difference, as on another device.
+    monkeypatch.setattr(_Task, "loss", _loss_of_rank(topology.rank * 1e-6, change=0.0))
+    kind = f"processor {topology.rank}"
+    monkeypatch.setattr("hvdtrain.engine.replay.arithmetic", lambda device: kind)
+    run = _Run(topology, 1, "exact")
+    with pytest.raises(AgreedError, match=r"differently \(processor 0; processor 1\)"):
+        run.steps()
+
+
+def _loss_of_rank(rank: float, change: float = 0.3):  # type: ignore[no-untyped-def]
     calls = count()
 
     def loss(self: _Task, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-        factor = 1.0 + 0.3 * next(calls) + rank
+        factor = 1.0 + change * next(calls) + rank
         return {"loss": model(batch * factor).float().square().mean() * factor}
 
     return loss

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain.config import parse
@@ -198,3 +201,67 @@ def test_run_with_sparse_attention_learns(name: str, tmp_path: Path) -> None:
         flags += [f"--model.attention.{key}", str(value).replace(" ", "")]
     found = losses(train(tmp_path, "sparse", flags))
     assert found[-1] < found[0] - 0.1
+
+
+# --- choice of kernels on GPUs ------------------------------------------------
+#
+# Fake tensors, with shapes and no values, stand in for a GPU's.
+
+
+@pytest.fixture(params=[(7, 5), (8, 0), (9, 0)], ids=str)
+def capability(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[int, int]]:
+    """The compute capability of a simulated GPU."""
+    found: tuple[int, int] = request.param
+    properties = SimpleNamespace(major=found[0], minor=found[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    with FakeTensorMode():
+        yield found
+
+
+HALVES = torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize("size", [64, 100, 128, 256, 264])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_flash_attention_is_used_only_where_torch_has_it(
+    capability: tuple[int, int], dtype: torch.dtype, size: int
+) -> None:
+    q = torch.empty(1, 2, 8, size, dtype=dtype, device="cuda")
+    expected = capability >= (8, 0) and dtype in HALVES and size in (64, 128, 256)
+    assert attention_kernels.has_flash(q) == expected
+    assert not attention_kernels.has_flash(q.cpu())
+
+
+class _HeadsOfKeys(TorchFunctionMode):
+    """Record, for each call of torch's attention, the heads of the keys and `enable_gqa`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, bool]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.found.append((args[1].shape[1], bool(kwargs.get("enable_gqa"))))
+        return args[0]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_heads_are_repeated_for_kernels_that_require_equally_many(
+    capability: tuple[int, int], kind: str, dtype: torch.dtype, autocast: bool
+) -> None:
+    q, k = (torch.empty(1, heads, 8, 64, dtype=dtype, device=kind) for heads in (4, 2))
+    torch.set_autocast_enabled(kind, autocast)  # torch.autocast("cuda") needs a GPU
+    try:
+        with _HeadsOfKeys() as calls:
+            causal_attention(q, k, k, 0.0, None)
+            causal_attention(q, q, q, 0.0, None)
+    finally:
+        torch.set_autocast_enabled(kind, False)
+    half = autocast or dtype is torch.bfloat16
+    shared = kind == "cpu" or (half and capability >= (8, 0))
+    assert calls.found == [(2, True) if shared else (4, False), (4, False)]

@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from hvdtrain.bench import benchmarks, processes
 from hvdtrain.bench.elastic import Recovery, recovered
 from hvdtrain.bench.jobs import median_range
+from hvdtrain.bench.plain import PlainLoop
 from hvdtrain.bench.processes import BenchError
 from hvdtrain.bench.report import BenchMetric, Report
 from hvdtrain.cli import main
+from hvdtrain.config import parse
 from tests.support import warm
+from tests.support.tasks import Regression
 
 pytestmark = pytest.mark.slow
 Bench = Callable[..., subprocess.CompletedProcess[str]]
@@ -82,6 +87,36 @@ def test_overhead_bench_compares_weighted_losses_bitwise(tmp_path: Path) -> None
     done = _bench_here("overhead", *arguments)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["bit_identical"] is True
+
+
+class _Watched(Regression):
+    """Records on which devices its model and batches are, and in which precision it computes."""
+
+    def __init__(self) -> None:
+        self.seen = set[tuple[torch.device, torch.dtype]]()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        output = model(batch[:, :-1])
+        self.seen |= {(batch.device, output.dtype), (output.device, output.dtype)}
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("float32", torch.float32), ("bf16", torch.bfloat16), ("bf16-params", torch.bfloat16)],
+)
+def test_plain_loop_trains_on_the_given_device_and_precision(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    # Tensors without values stand for those of a GPU; torch autocasts only on real devices.
+    device = torch.device("meta" if name == "float32" else "cpu")
+    monkeypatch.setattr(Tensor, "__float__", lambda tensor: 0.0)
+    task, flags = _Watched(), ["--train.duration", "2", "--precision.name", name]
+    loop = PlainLoop(task, task.datasets().train, parse(flags).config, device)
+    loop.run(2)
+    assert task.seen == {(device, dtype)}
+    kept = torch.bfloat16 if name == "bf16-params" else torch.float32
+    assert {p.dtype for p in loop.model.parameters()} == {kept}
 
 
 @pytest.mark.soak

@@ -209,6 +209,21 @@ def test_unfit_newcomer_causes_no_rendezvous() -> None:
     assert (job.join(1, NEW) or {})["reason"].startswith("on b: the device here is cuda")
 
 
+def test_newcomer_with_the_gpu_of_another_process_is_refused() -> None:
+    job = _start({"a": 1}, gpu="a GPU-1")
+    _find(job, a=3)
+    job.consider(0.0)
+    new = replace(NEW, gpu="a GPU-1"), replace(NEW, gpu="a GPU-2")
+    job.join(1, new[0])
+    job.join(2, new[1])
+    job.consider(2.1)
+    reason = (job.join(1, new[0]) or {})["reason"]
+    assert reason.startswith("on a: the GPU here (a GPU-1) is the GPU of process 0 on a: start one")
+    job.exit(1, 1)
+    _join(job, 0, status=replace(TRAINED, gpu="a GPU-1"))
+    assert job.join(2, new[1]) == {"rank": 1, "size": 2}
+
+
 def test_notice_of_a_leaving_process_retires_its_host() -> None:
     job = _start({"a": 1, "b": 2})
     _find(job, a=1, b=1)  # the slot of process 2 is gone

@@ -19,7 +19,7 @@ from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.run.build import build_model
 from hvdtrain.run.data import build_data
 from hvdtrain.tasks import Datasets
-from hvdtrain.telemetry.gpu import GAUGES, peak_flops, readings
+from hvdtrain.telemetry.gpu import GAUGES, PEAKS, peak_flops, readings
 from tests.support.runs import CORPUS, metrics, run
 from tests.support.tasks import FEATURES, Regression
 
@@ -93,6 +93,61 @@ def test_peak_flops_depend_on_gpu_model_and_dtype() -> None:
     assert peak_flops(h100, torch.float32, tf32=True) == 494.7e12
     assert peak_flops("NVIDIA L40S", torch.bfloat16, tf32=False) == 362e12
     assert peak_flops("NVIDIA GeForce GT 710", torch.float32, tf32=False) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("A100-PCIE-40GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA A800-SXM4-80GB", "A800"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+        ("NVIDIA H800", "H800"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H20-3e", "H20"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GH200 144G HBM3e", "GH200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB300", None),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A16", None),
+        ("NVIDIA A2", "A2"),
+        ("NVIDIA RTX A2000 12GB", None),
+        ("NVIDIA A30", "A30"),
+        ("NVIDIA RTX A3000 Laptop GPU", None),
+        ("NVIDIA A40", "A40"),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA RTX 4000 Ada Generation", None),
+        ("Quadro RTX 6000", None),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L20", "L20"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L40G", None),
+        ("Tesla T4", "T4"),
+        ("NVIDIA T400 4GB", None),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla V100-PCIE-32GB", "V100 PCIe"),
+        ("Tesla V100S-PCIE-32GB", "V100S"),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA Graphics Device", None),
+    ],
+)
+def test_peak_flops_match_whole_words_of_device_names(name: str, entry: str | None) -> None:
+    expected = PEAKS[entry].half if entry is not None else None
+    assert peak_flops(name, torch.bfloat16, tf32=False) == expected
 
 
 class _NvmlError(Exception):

@@ -374,14 +374,14 @@ def test_torch_nccl_is_used_unless_nccl_home_is_set(
     assert not any("NCCL" in name for name in cuda.environment(toolkit, scratch))
 
 
-def test_build_reuses_cached_wheel(tmp_path: Path) -> None:
-    try:
-        build.check_prerequisites()
-    except UserError as error:
-        pytest.skip(str(error))
-    name = recipe.detect().wheel_pattern().replace("*", "")
+def test_cached_wheel_requires_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UserError, match=r"g\+\+"):
+        build.build(mpi=False, wheel_dir=tmp_path)
+    name = recipe.detect(mpi=False).wheel_pattern().replace("*", "")
     (tmp_path / name).touch()
-    assert build.build(wheel_dir=tmp_path) == tmp_path / name
+    assert build.build(mpi=False, wheel_dir=tmp_path) == tmp_path / name
 
 
 def test_install_skips_wheel_that_is_already_installed(monkeypatch: pytest.MonkeyPatch) -> None:

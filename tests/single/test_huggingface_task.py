@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from hvdtrain.config import parse
 from hvdtrain.data.text import Tokenizer
@@ -108,6 +109,40 @@ def test_classification_loss_is_independent_of_padding(root: Path, directory: st
     one_by_one = [_loss(task, model, [sample]) for sample in samples]
     found, count = _loss(task, model, samples)
     assert count == 6 and found == pytest.approx(sum(loss for loss, _ in one_by_one), rel=1e-5)
+
+
+class _HeadsOfKeys(TorchFunctionMode):
+    """Record, for each call of torch's attention, the heads of the keys and `enable_gqa`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[int, bool]] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            self.found.add((args[1].shape[1], bool(kwargs.get("enable_gqa"))))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_are_repeated_for_kernels_that_do_not_share_them(
+    root: Path, monkeypatch: pytest.MonkeyPatch, masked: bool
+) -> None:
+    model = _task(root / "llama").model().eval()
+    tokens = torch.arange(3, 35).view(2, 16)
+    seen = torch.ones(2, 16, dtype=torch.int64)
+    seen[0, :3] = 0
+    found = []
+    for shared in (True, False):  # False: as float32 on CUDA
+        monkeypatch.setattr("hvdtrain.tasks.huggingface_model.shares_heads", lambda q, s=shared: s)
+        with _HeadsOfKeys() as calls:
+            logits = model(input_ids=tokens, attention_mask=seen if masked else None).logits
+        found.append((logits, calls.found))
+    (expected, with_shared), (repeated, with_repeated) = found
+    torch.testing.assert_close(repeated, expected)
+    assert with_repeated == {(4, False)}
+    assert with_shared == ({(4, False)} if masked else {(2, True)})
 
 
 def test_dropout_is_active_in_training_only(root: Path) -> None:

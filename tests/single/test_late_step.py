@@ -175,6 +175,35 @@ def test_step_applied_by_no_rank_is_recomputed() -> None:
     assert rank.agreement.reachable_step(LOST + 1) == LOST + 1
 
 
+class _Norm(Tensor):
+    """A norm that records when it is read: on a GPU that waits until the gradients are complete."""
+
+    read = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__bool__, Tensor.__float__, Tensor.item, Tensor.tolist):
+            cls.read += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_gradients_are_complete_before_ranks_agree_on_the_update() -> None:
+    """A collective on a GPU that is aborted later must not belong to an update that ranks apply."""
+    rank = _Rank()
+    read: list[int] = []
+
+    def agree(values: Tensor, name: str) -> Tensor:
+        read.append(_Norm.read)
+        return values
+
+    with (
+        patch.object(rank.exchange, "agreed_norm", lambda norm: norm.as_subclass(_Norm)),
+        patch("hvdtrain.parallel.agreement.sum_", agree),
+    ):
+        rank.run(1)
+    assert len(read) == 1 and read[0] > 0
+
+
 @pytest.mark.parametrize("place", ["reduce", "agreed_norm"])
 def test_failed_collective_leaves_state_unchanged(place: str) -> None:
     rank = _Rank()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
+from hvdtrain.optim import precision
+from hvdtrain.run.prepare import _build_precision
+from hvdtrain.telemetry.gpu import gain_of_bf16
 from tests.support.job import Finished, Job
-from tests.support.runs import TINY, environment, metrics, run, train
+from tests.support.runs import REPOSITORY, TINY, environment, metrics, run, train
 
 STEPS = 30
 FLAGS = [*("--train.duration", str(STEPS)), *("--eval.every", str(STEPS)), *("--eval.batches", "4")]
@@ -111,3 +116,64 @@ def test_fp16_rejects_float16_parameters(tmp_path: Path) -> None:
     done = run(tmp_path, [*flags.split(), *where])
     assert done.returncode == 2 and "Traceback" not in done.stderr, done
     assert "parameter weight is float16, and precision.name fp16" in done.stderr, done
+
+
+@pytest.mark.parametrize("name", ["gpt-small", "gpt-medium", "gpt-1b3", "llama-7b", "resnet50"])
+def test_presets_for_gpus_use_16_bits_where_the_device_has_them(name: str) -> None:
+    assert parse(["--config", name]).config.precision.name == "auto"
+
+
+def test_choice_of_auto_must_fit_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a GPU without units for bfloat16.
+    monkeypatch.setattr(precision, "_of_device", lambda device: "fp16")
+    cpu, flags = torch.device("cpu"), ["--precision.name", "auto"]
+    assert _build_precision(parse(flags).config, cpu).name == "fp16"
+    spans = parse([*flags, "--parallel.tensor", "2"]).config
+    with pytest.raises(UserError, match=r"auto is fp16 here: parallel\.tensor 2 excludes"):
+        _build_precision(spans, cpu)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tf32", "gain"),
+    [
+        ("NVIDIA H100 80GB HBM3", False, "about 15 times as fast"),
+        ("NVIDIA H100 80GB HBM3", True, "about 2 times as fast"),
+        ("NVIDIA GeForce RTX 4090", False, "several times as fast"),
+        ("Tesla T4", False, ""),
+    ],
+)
+def test_float32_on_a_gpu_with_bfloat16_units_is_reported(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, tf32: bool, gain: str
+) -> None:
+    # Stand-ins for CUDA, which this machine may not have.
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bool(gain))
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=tf32))
+    assert gain_of_bf16(torch.device("cuda"), torch.float32) == gain
+    assert gain_of_bf16(torch.device("cuda"), torch.bfloat16) == ""
+    assert gain_of_bf16(torch.device("cpu"), torch.float32) == ""
+
+
+# There may be no GPU here: the device reports a gain.
+GAIN = """
+from hvdtrain.run import build
+from hvdtrain.tasks.language_model import LanguageModel
+
+build.gain_of_bf16 = lambda device, dtype: "about 15 times as fast"
+
+
+class Task(LanguageModel):
+    pass
+"""
+
+
+def test_log_names_the_gain_of_bf16(tmp_path: Path) -> None:
+    (tmp_path / "gain.py").write_text(GAIN)
+    where = ["--run.root", str(tmp_path), "--train.duration", "1", "--eval.every", "0"]
+    done = run(
+        tmp_path / "output",
+        [*TINY, *where, "--task", "gain:Task"],
+        env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+    )
+    line = "precision.name float32: this GPU multiplies bfloat16 about 15 times as fast"
+    assert done.returncode == 0 and done.stderr.count(line) == 1, done

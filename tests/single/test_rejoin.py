@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor
 
 from hvdtrain.checkpoint.config import CheckpointConfig
@@ -68,6 +69,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
         )
         prepared: Any = SimpleNamespace(
             config=config,
+            device=torch.device("cpu"),
             identity=lambda digest: Identity("cpu", digest, 8, None),
             progress=SimpleNamespace(step=STEP),
         )

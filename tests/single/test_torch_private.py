@@ -11,12 +11,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore, distributed_c10d
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hvdtrain.models import attention_kernels
 from hvdtrain.models.attention_kernels import attend, attend_backward
 from hvdtrain.parallel.schedules import _Stage
 from hvdtrain.tasks.sync_batchnorm import SyncBatchNorm
@@ -141,6 +143,44 @@ def test_attention_on_a_cpu_calls_the_operator_that_checkpointing_keeps() -> Non
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_backward_gets_the_arguments_that_torch_passes_to_it(
+    monkeypatch: pytest.MonkeyPatch, causal: bool
+) -> None:
+    # Meta tensors stand in for a GPU, which has the same operators.
+    monkeypatch.setattr(attention_kernels, "has_flash", lambda q: True)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    passed = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is backward:
+                passed.append([*map(_described, args[:-2])])  # without the random state
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = (
+        torch.empty(2, heads, 16, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    with Record():
+        y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
+        y.backward(torch.empty_like(y))
+        qkv = (q.detach(), k.detach(), v.detach())
+        y, denominators = attend(*qkv, causal, None)
+        attend_backward((torch.empty_like(y), y, denominators[..., None]), qkv, causal, None)
+    by_torch, own = passed
+    assert own == by_torch
+
+
+def _described(argument: Any) -> Any:
+    if not isinstance(argument, Tensor):
+        return argument
+    return argument.dtype, argument.shape, argument.stride()
+
+
+@pytest.mark.smoke
 def test_storages_are_distinguished_by_their_number() -> None:
     for device in ("cpu", "meta"):
         one, other = torch.empty(4, device=device), torch.empty(4, device=device)
@@ -175,6 +215,27 @@ def test_pipeline_opens_connections_in_the_method_that_hvdtrain_overrides() -> N
         assert f".{name}()" in source, "torch no longer calls it"
     else:  # from torch 2.15
         assert "_init_p2p" not in source, "torch has renamed it"
+
+
+@pytest.mark.smoke
+def test_groups_are_listed_with_their_backends() -> None:
+    store = HashStore()
+    distributed_c10d.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        groups = [distributed_c10d.group.WORLD, distributed_c10d.new_group([0])]
+        assert [*distributed_c10d._world.pg_names] == groups
+        for group in groups:
+            assert torch.device("cpu") in group._device_types
+            assert group._get_backend(torch.device("cpu")).name() == "gloo"
+    finally:
+        distributed_c10d.destroy_process_group()
+    assert not distributed_c10d._world.pg_names
+
+
+@pytest.mark.smoke
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="a torch without NCCL")
+def test_groups_with_nccl_can_be_aborted() -> None:
+    assert callable(distributed_c10d.ProcessGroupNCCL.abort)
 
 
 @pytest.mark.smoke

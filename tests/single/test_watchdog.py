@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvdtrain.runtime.work import _work_of_thread
+
 pytestmark = pytest.mark.slow
 
 StartRank = Callable[..., subprocess.Popen[str]]
@@ -98,6 +100,12 @@ def test_rank_waiting_for_an_idle_child_is_killed(
     idle = rank('work()\nsubprocess.run(["sleep", "12"], stdout=subprocess.DEVNULL)')
     assert idle.wait(20) == -signal.SIGKILL
     assert time.monotonic() - began < 11
+
+
+def test_cpu_time_counts_as_work_on_kernels_without_io_accounting(tmp_path: Path) -> None:
+    (tmp_path / "stat").write_text("7 (python) R " + " ".join(["0"] * 10 + ["30", "12"]) + " 0 0")
+    # No file "io", as without CONFIG_TASK_IO_ACCOUNTING.
+    assert _work_of_thread(tmp_path) == 42
 
 
 def test_suspended_job_is_not_killed_when_it_continues(

@@ -1,16 +1,24 @@
-"""A replica's world shuts down its own connections only."""
+"""A replica's world ends its own connections only, and the NCCL collectives of all its groups."""
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from hvdtrain.parallel import world
-from hvdtrain.parallel.world import Connections
+from hvdtrain.parallel.world import Connections, abandon, join
+from hvdtrain.run import session
+from hvdtrain.runtime.mesh import Topology
 
 _CLIENT = "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.argv[2])))\n"
 _CLIENT += "while data := s.recv(9): s.sendall(data)"
@@ -80,3 +88,82 @@ def test_abort_while_a_world_forms_spares_clients_of_earlier_servers(
             assert _answers(other) and forming.recv(1) == b""
         for connection in (other, forming):
             connection.close()
+
+
+class _Nccl:
+    """NCCL's part of a group, which exists on GPUs only: its abort ends when all are aborted."""
+
+    def __init__(self, all_aborted: threading.Barrier) -> None:
+        self._all_aborted = all_aborted
+
+    def name(self) -> str:
+        return "nccl"
+
+    def abort(self) -> None:
+        self._all_aborted.wait(20)
+
+
+def _groups_with_nccl(all_aborted: threading.Barrier) -> list[Any]:
+    cuda, backend = torch.device("cuda"), _Nccl(all_aborted)
+    group = SimpleNamespace(_device_types=[cuda], _get_backend=lambda device: backend)
+    return [group] * all_aborted.parties
+
+
+def _join(monkeypatch: pytest.MonkeyPatch, device: str = "cpu", elastic: bool = False) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # `join` sets it; the test undoes that
+    join([0], Topology(0, 1, 0, 1, ("a",)), torch.device(device), elastic)
+
+
+@pytest.mark.parametrize("end", ["abort", "leave"])
+def test_nccl_collectives_of_all_groups_are_aborted_at_once(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    aborted: list[str] = []
+    all_aborted = threading.Barrier(3, lambda: aborted.append(end))
+    monkeypatch.setattr(world, "_groups", lambda: _groups_with_nccl(all_aborted))
+    getattr(Connections(), end)()
+    assert aborted == [end]
+
+
+def test_groups_stay_usable_until_their_world_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):  # generations
+        _join(monkeypatch)
+        group = dist.new_group([0])
+        assert {dist.group.WORLD, group} == set(world._groups())
+        world._abort_nccl(world._groups())  # no NCCL here
+        dist.all_reduce(torch.ones(1), group=group)
+        abandon()
+        abandon()
+        assert not world._groups() and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_torch_does_not_end_an_elastic_run_that_loses_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, elastic: bool
+) -> None:
+    """Only the variables: no process without a GPU can have a group with NCCL."""
+    for name in world._NCCL_OF_ELASTIC_RUNS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # of the user
+    used: dict[str, str] = {}
+
+    def initialize(backend: str, **_: Any) -> None:
+        assert backend == "cpu:gloo,cuda:nccl"
+        used.update({k: v for k, v in os.environ.items() if k.startswith("TORCH_NCCL_")})
+
+    monkeypatch.setattr(dist, "init_process_group", initialize)
+    _join(monkeypatch, "cuda:0", elastic)
+    assert used.pop("TORCH_NCCL_DUMP_ON_TIMEOUT") == "1"
+    assert used.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == ("0" if elastic else None)
+    assert len(used) == (len(world._NCCL_OF_ELASTIC_RUNS) - 1 if elastic else 0)
+
+
+def test_horovods_collectives_fail_before_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(session, "abort_collectives", lambda: order.append("Horovod"))
+    monkeypatch.setattr(session.heartbeat.HEARTBEAT, "generation_over", False)
+    strategy = SimpleNamespace(abort_collectives=lambda: order.append("torch"))
+    own: Any = SimpleNamespace(_strategy=strategy)
+    session.Session._abort(own)
+    assert order == ["Horovod", "torch"]

@@ -222,11 +222,11 @@ def completed(handle: int) -> Tensor:
 def begin_sum(values: Tensor, name: str) -> int:
     """Begin to replace `values` by their sum over the ranks; see `completed`.
 
-    A group of one: never in one buffer with other tensors that are ready. With three or more ranks,
-    a sum is rounded in an order that may depend on the position in the buffer, and which tensors
+    It is never summed in one buffer with other tensors that are ready (environment.prepare): with
+    three or more ranks, its rounding may depend on the position in the buffer, and which tensors
     are ready depends on timing.
     """
-    return hvd.grouped_allreduce_async_([values], op=hvd.Sum, name=name)
+    return hvd.allreduce_async_(values, op=hvd.Sum, name=name)
 
 
 def begin_adasum(vectors: Sequence[Tensor], name: str) -> int:

@@ -16,6 +16,7 @@ from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.init import initialize
 
 TENSORS, ELEMENTS = 8, 10_000  # more than the 16 KiB that are summed in pairs of ranks
+BUSY = 4 << 20
 
 
 def main() -> int:
@@ -26,8 +27,10 @@ def main() -> int:
     expected = [tensor.clone() for tensor in own]
     for number, tensor in enumerate(expected):
         completed(begin_sum(tensor, f"single.{number}"))
+    # Ranks are ready to sum all of the others when this one is summed.
+    busy = begin_sum(torch.ones(BUSY), "busy")
     handles = [begin_sum(tensor, f"together.{number}") for number, tensor in enumerate(own)]
-    for handle in handles:
+    for handle in (busy, *handles):
         completed(handle)
     differing = [n for n in range(TENSORS) if not torch.equal(own[n], expected[n])]
     print(f"rank {topology.rank}: {differing} differ", flush=True)

@@ -59,10 +59,10 @@ def choose_device(
     else:
         index = 0 if len(visible_here) == 1 else device_index
     if index >= len(visible_here):
+        gpus = plural(len(others.union(visible_here)), "GPU")
         ranks = max(topology.local_size, index + 1)
         raise UserError(
-            f"{topology.host} has {len(others.union(visible_here))} GPUs, but {ranks} "
-            "ranks; start one rank for each GPU"
+            f"{topology.host} has {gpus}, but {ranks} ranks; start one rank for each GPU"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -203,7 +203,7 @@ def spanning(machine: Machine) -> str:
 def refused(machine: Machine) -> str:
     ranks = machine.gpus + 1
     said = machine.run(horovodrun(ranks, machine.rank("refused")), 120, wanted=EXIT_USER)
-    found = re.search(rf"has {machine.gpus} GPUs, but {ranks} ranks[^\n]*", said)
+    found = re.search(rf"has {machine.gpus} GPUs?, but {ranks} ranks[^\n]*", said)
     assert found, said[-500:]
     return found.group()
 

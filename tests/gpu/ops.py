@@ -488,8 +488,8 @@ def a_step_waits_for_the_device_at_most_twice(device: torch.device) -> str:
 
     def note(*_: Any, **__: Any) -> None:
         frames = [f for f in traceback.extract_stack() if str(PACKAGE) in f.filename]
-        frames = frames or traceback.extract_stack()[:-1]
-        waits[f"{frames[-1].filename.removeprefix(str(PACKAGE))}:{frames[-1].lineno}"] += 1
+        if frames:  # not torch's note on the mode itself
+            waits[f"{frames[-1].filename.removeprefix(str(PACKAGE))}:{frames[-1].lineno}"] += 1
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

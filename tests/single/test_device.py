@@ -78,7 +78,7 @@ def test_rank_that_sees_only_its_own_gpu_uses_it(
 def test_second_rank_on_a_host_with_one_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     visible = [["a"], ["a"], ["c"], ["d"]]
     assert _choose(monkeypatch, 0, visible) == torch.device("cuda", 0)
-    with pytest.raises(UserError, match="node1 has 1 GPUs, but 2 ranks"):
+    with pytest.raises(UserError, match="node1 has 1 GPU, but 2 ranks"):
         _choose(monkeypatch, 1, visible)
 
 

@@ -200,7 +200,7 @@ class Trace:
         self._device = device
         self._timer = timer
         self._inflight = inflight
-        self._profiler = profile(activities=_activities(device))
+        self._profiler = _profiler(device)
         self._profiler.prepare_trace()
         self._begun = self._totals()
         self._memory, self._peaks = memory, Peaks()
@@ -276,13 +276,14 @@ def warm_up(device: torch.device) -> None:
     if device.type == "cpu":
         # Kineto prints two lines each time; on a GPU it may report errors.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    with profile(activities=_activities(device)):
+    with _profiler(device):
         torch.zeros(1, device=device)
 
 
-def _activities(device: torch.device) -> list[ProfilerActivity]:
+def _profiler(device: torch.device) -> profile:
     gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    return [ProfilerActivity.CPU, *gpu]
+    # There is only one cycle; without acc_events, torch 2.11 warns that it drops earlier ones.
+    return profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
 
 
 def _span(name: str) -> record_function:

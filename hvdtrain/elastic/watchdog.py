@@ -7,7 +7,8 @@ The watchdog writes the rank's stacks to RUN/logs and kills the rank when
   Horovod's) nor its child processes use CPU or disk for `hang_seconds`. Up to 2 % of a core or
   8 kB/s counts as idle: a thread that samples or exports metrics uses that much. A busy rank,
   which may only be slow, is killed after 10 times as long. Before a rank takes part, no rank waits
-  for it: it may be idle for 10 times as long, and busy without a limit;
+  for it: it may be idle for 10 times as long, and busy without a limit. A rank that waits in a
+  generation that is over is killed after 10 times as long, busy or not;
 - its launcher is gone: the process that started the rank has ended, or the launcher cannot be
   reached while the rank waits for its next generation.
 
@@ -48,16 +49,18 @@ _UNREACHABLE_SECONDS = 6.0
 _ORPHAN_SECONDS = 2.0
 _BUSY_FACTOR = 10
 _LOADING_FACTOR = 10
+_LEAVING_FACTOR = 10  # it may wait for a thread with a deadline, such as that of a checkpoint
 _IDLE_TICKS = IDLE_TICKS * _LOOK_SECONDS
 # Work above _IDLE_TICKS in one look still counts as idle up to this average: threads that sample
 # or export metrics continue while the rank hangs.
 _SIDE_TICKS = 2  # per second
-# Activities in which a rank does not wait for others -> hang_seconds for which it may be idle.
+# Activities in which no other rank can end the wait -> hang_seconds for which a rank may be idle.
 _IDLE_FACTORS = {
     Activity.LOADING: _LOADING_FACTOR,
     Activity.PREPARING: 1,
     Activity.WORKING: 1,
     Activity.ENDING: 1,
+    Activity.LEAVING: _LEAVING_FACTOR,
 }
 _ENDING_SECONDS = 60.0  # at least: a rank limits its own end (train.py)
 

@@ -16,6 +16,8 @@ from enum import IntEnum
 
 _LAYOUT = struct.Struct("=QI")
 _ADVANCES = struct.Struct("=Q")
+_OVER = struct.Struct("=?")
+_OVER_AT = _LAYOUT.size + _ADVANCES.size
 
 
 class Activity(IntEnum):
@@ -28,6 +30,8 @@ class Activity(IntEnum):
         Horovod has a timeout), or for a thread, up to a deadline.
     RENDEZVOUS: waits for its ranks from the launcher.
     ENDING: the run is done; the process ends (train.py).
+    LEAVING: WAITING in a generation that has failed: the wait ends soon, or never, such as a call
+        of NCCL that cannot be aborted.
     """
 
     LOADING = 0
@@ -36,6 +40,7 @@ class Activity(IntEnum):
     WAITING = 3
     RENDEZVOUS = 4
     ENDING = 5
+    LEAVING = 6
 
 
 class Heartbeat:
@@ -45,21 +50,29 @@ class Heartbeat:
         descriptor: descriptor of the shared memory; default: a new one.
 
     Attributes:
-        generation_over: this process's generation has failed, and the next one has not begun.
         judged: a watchdog ends this process if it makes no progress.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
             descriptor = os.memfd_create("hvdtrain-heartbeat")
-            os.ftruncate(descriptor, _LAYOUT.size + _ADVANCES.size)
+            os.ftruncate(descriptor, _OVER_AT + _OVER.size)
         self.descriptor = descriptor
-        self._memory = mmap.mmap(descriptor, _LAYOUT.size + _ADVANCES.size)
+        self._memory = mmap.mmap(descriptor, _OVER_AT + _OVER.size)
         self._beats = 0
         self._advances = 0
         self._lock = threading.Lock()
-        self.generation_over = False
         self.judged = False
+
+    @property
+    def generation_over(self) -> bool:
+        """Whether this process's generation has failed, and the next one has not begun."""
+        over: bool = _OVER.unpack_from(self._memory, _OVER_AT)[0]
+        return over
+
+    @generation_over.setter
+    def generation_over(self, over: bool) -> None:
+        _OVER.pack_into(self._memory, _OVER_AT, over)
 
     def beat(self, activity: Activity) -> None:
         """Record progress; `activity` begins."""
@@ -85,7 +98,7 @@ class Heartbeat:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Context for a wait that has a limit of its own."""
-        _, before = self.read()
+        before = Activity(_LAYOUT.unpack_from(self._memory, 0)[1])
         self.beat(Activity.WAITING)
         try:
             yield
@@ -96,6 +109,8 @@ class Heartbeat:
         """Return (number of beats and advances, activity); in any process."""
         beats, activity = _LAYOUT.unpack_from(self._memory, 0)
         (advances,) = _ADVANCES.unpack_from(self._memory, _LAYOUT.size)
+        if activity == Activity.WAITING and self.generation_over:
+            activity = Activity.LEAVING
         return beats + advances, Activity(activity)
 
 

@@ -168,7 +168,7 @@ def exact_models_have_the_same_gradient_each_time(device: torch.device) -> str:
     try:
         for name, (task, model, samples) in cases.items():
             for kind in ("float32", "bf16"):
-                precision = build_precision(PrecisionConfig(kind), device)  # type: ignore[arg-type]
+                precision = build_precision(PrecisionConfig(kind), device)
                 first = FirstMicroBatch(
                     task, model.to(device), Datasets(samples), precision, range(4), seed=1
                 )

@@ -83,9 +83,6 @@ def measure(flags: list[str], with_plain: bool) -> dict[str, Any]:
         "ms_per_step": {name: [round(1000 * t, 2) for t in turns] for name, turns in found.items()},
         "plain / hvdtrain": _ratio(found),
         "warm_up_seconds": round(warm_up, 1),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        if app.device.type == "cuda"
-        else None,
     }
 
 

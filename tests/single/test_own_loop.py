@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -161,6 +163,23 @@ def test_gradients_that_a_script_clips_in_the_block_are_applied(
     torch.manual_seed(0)
     torch.nn.Linear(4, 8)
     assert float(end.split()[0]) == torch.nn.Linear(8, 1).bias.item(), "its gradient was deleted"
+
+
+def test_clipped_step_is_repeated_after_rank_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost:3\n")
+    launcher = shlex.split(
+        "horovodrun --gloo -np 3 --min-np 1 --max-np 3 --network-interfaces lo"
+        f" --host-discovery-script 'cat {tmp_path}/hosts'"
+    )
+    command = [warm.python(3, PRELOAD), str(SCRIPTS / "clipping.py")]
+    flags = [*FLAGS, "--run.root", str(tmp_path), "--run.id", "a"]
+    env = {"HVDTRAIN_TEST_KILL": "5", "HVDTRAIN_TEST_KILLED": str(tmp_path / "killed")}
+    done = runs.start(tmp_path / "output", flags, "", env, [*launcher, *command]).wait(180)
+    assert done.returncode == 0, done
+    events = map(json.loads, (tmp_path / "a/events.jsonl").read_text().splitlines())
+    assert "failure" in [event["cause"] for event in events if event["event"] == "start"], done
+    expected = _clipped_by_torch(pairs=False)
+    assert sum(_clipped(tmp_path / "a"), ()) == pytest.approx(sum(expected, ()), rel=1e-4)
 
 
 def test_each_mistake_ends_the_run_with_one_message(tmp_path: Path) -> None:

@@ -358,14 +358,13 @@ class Step:
         loss = _scalar_loss(loss, optimizer)
         self.passing = True
         try:
-            self._backward(self._passes, loss, optimizer, metrics)
+            self._backward(loss, optimizer, metrics)
         finally:
             self.passing = False
 
-    def _backward(
-        self, passes: RankPasses, loss: Value, optimizer: str | None, metrics: dict[str, Value]
-    ) -> None:
-        forward, several = passes.forward, self._loop.optimizers
+    def _backward(self, loss: Value, optimizer: str | None, metrics: dict[str, Value]) -> None:
+        assert self._passes is not None
+        forward, several = self._passes.forward, self._loop.optimizers
         parameters = None
         if several is not None:
             if optimizer not in several or not isinstance(loss, Tensor):
@@ -378,7 +377,7 @@ class Step:
                 raise UserError(f"step.backward was called twice for the optimizer {optimizer}")
             self._found |= {name: loss.detach(), **metrics}
             if sum(f"{other}_loss" in self._found for other in several) < len(several):
-                passes.backward_of_some(loss, parameters)
+                self._passes.backward_of_some(loss, parameters)
                 return
             metrics, self._found = self._found, {}
         elif optimizer is not None:
@@ -394,7 +393,7 @@ class Step:
             losses = [torch.as_tensor(metrics[f"{name}_loss"]) for name in several]
             found = forward.values({"loss": torch.stack(losses).sum(), **metrics}, forward.names)
             values = found._replace(loss=torch.as_tensor(loss))
-        passes.backward(values, parameters)
+        self._passes.backward(values, parameters)
 
     def run(self) -> None:
         """Run the step with the task's loss; `check` raises what fails."""

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from hvdtrain import comm, log
 from hvdtrain.api.flags import (
@@ -36,6 +36,7 @@ from hvdtrain.api.flags import (
     unread_words,
     without_dot,
 )
+from hvdtrain.api.guards import BackwardGuard, refuse_accumulation_hooks
 from hvdtrain.config import Settings, parse
 from hvdtrain.data.mixture import fingerprint_of
 from hvdtrain.engine.callbacks.evaluate import evaluating
@@ -76,13 +77,19 @@ class Script:
     metrics: Sequence[str] = ()
     run_name: str
     script_state: ScriptState
+    collate: Callable[[list[Any]], Any]
     _model: nn.Module
     _optimizer: Optimizer
     _dataset: Dataset[Any]
 
     @classmethod
     def of(
-        cls, model: nn.Module, optimizer: Optimizer, dataset: Dataset[Any], metrics: Sequence[str]
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dataset: Dataset[Any],
+        metrics: Sequence[str],
+        collate: Callable[[list[Any]], Any] | None,
     ) -> Script:
         script = cls()
         script._model, script._optimizer, script._dataset = model, optimizer, dataset
@@ -90,6 +97,7 @@ class Script:
         script.run_name = Path(sys.argv[0]).stem or "script"
         script.metrics = (*(f"{name}_loss" for name in several), *metrics)
         script.script_state = ScriptState(optimizer)
+        script.collate = collate or _collated
         return script
 
     def datasets(self) -> Datasets:
@@ -115,6 +123,7 @@ def training(
     *,
     config: str | Path | Mapping[str, Any] | None = None,
     metrics: Sequence[str] = (),
+    collate: Callable[[list[Any]], Any] | None = None,
     argv: Sequence[str] | None = None,
 ) -> Training:
     """Return the run of a loop that the script writes; use it as a context manager.
@@ -131,6 +140,8 @@ def training(
         config: a YAML file or a preset, or keys of the configuration as for `hvdtrain.run`. With
             {"run.root": None} the run leaves no files; for one process.
         metrics: names of further values that `step.backward` gets.
+        collate: makes a micro-batch of a list of samples; default: torch's default_collate. Tensors
+            in dicts, lists and tuples, and objects with a method `to`, are moved to the device.
         argv: words of which keys of the configuration override `config`, such as
             --train.duration 100;
             all others are the script's own. Default: the command line; in a notebook, none.
@@ -188,7 +199,19 @@ def training(
     except UserError as error:
         raise _reported(error, stop) from None
     data = SampleNumbers() if dataset is None else dataset
-    return Training(settings, Script.of(model, own, data, metrics), stop, began, temporary)
+    script = Script.of(model, own, data, metrics, collate)
+    return Training(settings, script, stop, began, temporary)
+
+
+def _collated(samples: list[Any]) -> Any:
+    try:
+        return default_collate(samples)
+    except (TypeError, RuntimeError) as error:
+        raise UserError(
+            "torch's default_collate cannot make a micro-batch of samples of type "
+            f"{type(samples[0]).__name__} ({str(error).splitlines()[0]}): pass "
+            "hvdtrain.training(..., collate=function), which makes one of a list of samples"
+        ) from None
 
 
 class _ZeroGrad:
@@ -240,6 +263,7 @@ class Training:
         self._code: int | None = None
         self._watched: list[Any] = []  # with a zero_grad of this run
         self._hooks: list[Any] = []  # of the optimizers
+        self._guard: BackwardGuard | None = None
         self._session: Session
         self.state = script.script_state.objects
 
@@ -268,6 +292,8 @@ class Training:
         self._watched += several.values()
         for owner in self._watched:
             owner.zero_grad = _ZeroGrad(owner, self._in_block)
+        self._guard = BackwardGuard(self._script.model(), lambda: self._step)
+        self._guard.install()
         return self
 
     def __exit__(
@@ -315,6 +341,9 @@ class Training:
             raise SystemExit(self._code)
 
     def _clean_up(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
         for owner in self._watched:
             del owner.zero_grad
         self._watched.clear()
@@ -341,9 +370,11 @@ class Training:
         """
         if self._steps is not None:
             raise UserError("a run has one loop: `for step in training` has begun already")
+        refuse_accumulation_hooks(self._script.model())
         self._script.script_state.keep()
         self._steps = self._session.steps()
         while True:
+            self._step = None
             try:
                 self._step = next(self._steps)
             except RankLostError as error:

@@ -339,6 +339,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move the tensors of a batch to a device; no copy on the CPU."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)):  # such as a PackedSequence, or a batch of graphs
+        return batch.to(device)
     if isinstance(batch, dict):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, list | tuple):

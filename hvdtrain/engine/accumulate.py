@@ -25,6 +25,7 @@ from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.errors import EXIT_USER, UserError
+from hvdtrain.exchange.watch import BETWEEN_MICRO_BATCHES, GradientWatch
 from hvdtrain.optim.precision import FLOAT32, Precision
 from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.context import RankContext
@@ -145,10 +146,15 @@ class Accumulate:
         assignment: Assignment,
         totals: StepTotals,
         before_last: Callable[[], None],
+        watch: GradientWatch | None,
     ) -> RankPasses:
-        """Begin the passes of a step for a caller that computes the losses; see `train`."""
+        """Begin the passes of a step for a caller that computes the losses; see `train`.
+
+        Args:
+            watch: gradients that must not change between the passes; None: they are not watched.
+        """
         passes = RankPasses(self, batches, assignment, totals, before_last)
-        passes.autocast = self.precision
+        passes.autocast, passes.watch = self.precision, watch
         return passes
 
     def finish(self) -> None:
@@ -179,9 +185,11 @@ class RankPasses:
 
     Attributes:
         autocast: precision that applies from a micro-batch to its `backward`; None: the caller's.
+        watch: see Accumulate.begin.
     """
 
     autocast: Precision | None = None
+    watch: GradientWatch | None = None
 
     def __init__(
         self,
@@ -248,12 +256,22 @@ class RankPasses:
                 else "step.backward was called before a micro-batch was taken: for batch in step"
             )
 
+    def _note(self) -> None:
+        if self.watch is not None:
+            self.watch.note(partial=True)
+
+    def _require_unchanged(self) -> None:
+        if self.watch is not None:
+            self.watch.require_unchanged(BETWEEN_MICRO_BATCHES)
+
     def backward_of_some(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
         """Run a backward pass to some parameters, before `backward` runs the one to the others."""
         enter = self._owner.context.timer.enter
         self._check_turn()
         enter("backward")
+        self._require_unchanged()
         self.forward.scaled(loss).backward(inputs=[*parameters])
+        self._note()
         enter("forward")
 
     def backward(self, values: Values, parameters: Sequence[Tensor] | None = None) -> None:
@@ -267,6 +285,7 @@ class RankPasses:
         owner, context = self._owner, self._owner.context
         self._during_forward.close()
         self._check_turn()
+        self._require_unchanged()
         self._done += 1
         owner.forward.add(self._totals.values, values)
         if context.mesh.counts:
@@ -284,6 +303,7 @@ class RankPasses:
             else:
                 owner.interleaved.backward(self._losses)
             self._losses.clear()  # free the graph: the next forward pass needs the memory
+        self._note()
         context.timer.enter("data")
         context.heartbeat.beat(Activity.WORKING)
 

@@ -54,6 +54,10 @@ class LocalSteps:
                 self._exchange.average()
         return result
 
+    def repeat(self) -> None:
+        """See TrainStep."""
+        self._step.repeat()
+
     def train(self) -> None:
         """See TrainStep."""
         self._step.train()
@@ -61,6 +65,10 @@ class LocalSteps:
     def passes(self) -> RankPasses:
         """See TrainStep."""
         return self._step.passes()
+
+    def exchange(self) -> None:
+        """See TrainStep."""
+        self._step.exchange()
 
     def fail(self) -> None:
         """See TrainStep."""

@@ -178,9 +178,13 @@ class Stepper(Protocol):
 
     def begin(self, batches: Iterator[Batch], assignment: Assignment, flags: Flags) -> None: ...
 
+    def repeat(self) -> None: ...
+
     def train(self) -> None: ...
 
     def passes(self) -> RankPasses: ...
+
+    def exchange(self) -> None: ...
 
     def fail(self) -> None: ...
 
@@ -201,7 +205,8 @@ class Step:
 
     The built-in loop calls `run`, which trains with the task's loss. A script with its own loop
     iterates over the step inside the block, which gives this rank's micro-batches, and calls
-    `backward` once for each of them.
+    `backward` once for each of them. When the iteration ends, each `parameter.grad` is the gradient
+    of the global batch, and the script may change it, on all ranks alike, until the block ends.
 
     If a rank is lost inside the block, the block ends without an error. The parameters are as
     before the step, `done` is False, and the loop repeats the step on the surviving ranks. If a
@@ -214,6 +219,7 @@ class Step:
         values: logged with this step.
         open: its block is being run.
         updating: the optimizer may step now.
+        passing: hvdtrain runs backward passes now.
     """
 
     def __init__(self, loop: Loop, index: int, done: bool = False) -> None:
@@ -222,10 +228,12 @@ class Step:
         self._result: Mapping[str, float] | None = loop.result if done else None
         self._loop, self._repeated = loop, done
         self._began = self.open = False
-        self.updating = False
+        self.updating = self.passing = False
         self._found: dict[str, Value] = {}  # of a micro-batch, until its last backward pass
         self._failure: Exception | None = None
         self._passes: RankPasses | None = None
+        self._exchanged = False
+        self._broken: Exception | None = None  # the exchange has failed
 
     def __enter__(self) -> Step:
         if self._began or self._loop.current is not self:
@@ -234,7 +242,9 @@ class Step:
                 "loop has one `with step:` block"
             )
         self._began = True
-        if not self._repeated:
+        if self._repeated:
+            self._loop.repeat_step()
+        else:
             self._loop.begin_step()
             self.open = True
             comm.COLLECTIVES.refuse("")
@@ -251,12 +261,20 @@ class Step:
             self._loop.fail_step()
             return self.fail(error)
         try:
-            if self._passes is not None and not self._passes.complete:
+            if self._broken is not None:  # the script has handled it
+                self._loop.fail_step()
+                raise self._broken
+            complete = self._passes.complete if self._passes else not len(self._loop.assignment)
+            if not self._exchanged and not complete:
                 self._loop.fail_step()
                 raise UserError(
                     f"step {self.index + 1}: the block ended before step.backward was called for "
-                    "each micro-batch of this rank: the gradient of the global batch would be wrong"
+                    "each micro-batch of this rank: the gradient of the global batch would be "
+                    "wrong. The step gives its micro-batches: for batch in step: "
+                    "step.backward(loss)"
                 )
+            if not self._exchanged:
+                self._exchange()
             self.updating = True
             self._loop.end_step()
         except RankLostError as lost:
@@ -299,7 +317,21 @@ class Step:
                 "step: ..."
             )
         self._passes = self._loop.open_passes()
-        return iter(self._passes)
+        return self._micro_batches(self._passes)
+
+    def _micro_batches(self, passes: RankPasses) -> Iterator[Batch]:
+        yield from passes
+        self._exchange()
+
+    def _exchange(self) -> None:
+        self._exchanged = self.passing = True
+        try:
+            self._loop.exchange()
+        except Exception as error:
+            self._broken = error
+            raise
+        finally:
+            self.passing = False
 
     def backward(self, loss: Value, *, optimizer: str | None = None, **metrics: Value) -> None:
         """Run the backward pass of the micro-batch that was taken last.
@@ -315,13 +347,23 @@ class Step:
             metrics: further values of the same form, averaged and logged.
 
         Raises:
-            UserError: there is no such micro-batch or optimizer, or a metric is missing or unknown.
+            UserError: there is no such micro-batch or optimizer, a metric is missing or unknown, or
+                the loss is not a scalar that depends on a trained parameter.
         """
         if not self.open or self._passes is None:
             raise UserError(
                 "step.backward is called inside the step's block, once for each micro-batch: with "
                 "step: for batch in step: step.backward(loss)"
             )
+        loss = _scalar_loss(loss, optimizer)
+        self.passing = True
+        try:
+            self._backward(loss, optimizer, metrics)
+        finally:
+            self.passing = False
+
+    def _backward(self, loss: Value, optimizer: str | None, metrics: dict[str, Value]) -> None:
+        assert self._passes is not None
         forward, several = self._passes.forward, self._loop.optimizers
         parameters = None
         if several is not None:
@@ -359,6 +401,7 @@ class Step:
             with self:
                 if not self._repeated:
                     self._loop.train_step()
+                    self._exchange()
         except Exception as error:
             self._failure = error
 
@@ -372,6 +415,29 @@ class Step:
                 f"the loop left out the block of step {self.index + 1}: each step needs `with "
                 "step:`, on every rank"
             )
+
+
+def _scalar_loss(loss: Value, optimizer: str | None) -> Value:
+    """Return a loss, as given to Step.backward, without dimensions of size 1.
+
+    Raises:
+        UserError: no backward pass can begin at it.
+    """
+    scalar = loss[0] if isinstance(loss, tuple) and loss else loss
+    if not isinstance(scalar, Tensor):
+        problem = f"a {type(scalar).__name__}"
+    elif scalar.numel() != 1:
+        problem = f"a tensor of shape {tuple(scalar.shape)}"
+    elif not scalar.requires_grad and optimizer is None:  # the others may train
+        problem = "a tensor without gradient: detached, or of no trained parameter"
+    elif scalar.dim():
+        return (scalar.reshape(()), *loss[1:]) if isinstance(loss, tuple) else scalar.reshape(())
+    else:
+        return loss
+    raise UserError(
+        f"step.backward got {problem}: the loss is a scalar tensor, the mean over the "
+        "micro-batch's samples, or (sum, weight), computed from the model's parameters"
+    )
 
 
 class Loop:
@@ -555,6 +621,10 @@ class Loop:
         )
         self._stepper.begin(self._loader.next_step(flags.batch), self.assignment, flags)
 
+    def repeat_step(self) -> None:
+        """Prepare for the block of a step that counts, which will be run again without effect."""
+        self._stepper.repeat()
+
     def train_step(self) -> None:
         """Run the passes with the task's loss."""
         self._stepper.train()
@@ -563,14 +633,18 @@ class Loop:
         """Return the passes for a caller that computes the losses."""
         return self._stepper.passes()
 
+    def exchange(self) -> None:
+        """Exchange the gradients, after all passes of this rank."""
+        self._loader.end_step()
+        self._stepper.exchange()
+
     def fail_step(self) -> None:
-        """End a step whose passes have failed."""
+        """End a step whose passes or exchange have failed."""
         self._stepper.fail()
 
     def end_step(self) -> None:
-        """Exchange the gradients and update; `_advance` counts the step."""
+        """Update; `_advance` counts the step."""
         progress = self.progress
-        self._loader.end_step()
         config, rate = self.train.spike, self._learning_rate(progress.step)
         skips = progress.spikes_in_a_row < config.most_in_a_row
         limit = loss_limit(config, progress.losses) if skips else None

@@ -10,8 +10,9 @@ TrainStep runs a step in this order:
 3. In the last backward pass, hooks of the exchange send each bucket of gradients when it is
    complete, compressed if configured (see hvdtrain/exchange/base.py for when).
 4. Wait for the gradients of the global batch and for the control vector. In a step with replays
-   (replay.py), compare the gradients of the replayed micro-batches.
-5. Compare the loss with its limit (spikes.py). Scale the gradients, compute their norm, clip them
+   (replay.py), compare the gradients of the replayed micro-batches. Scale the gradients by the
+   weights of the loss (TrainStep.exchange). A script with its own loop may now change them.
+5. Compare the loss with its limit (spikes.py). Compute the norm of the gradients, clip them
    (Update.prepare).
 6. In an elastic run whose ranks hold shards, wait until every rank can apply the update
    (parallel/agreement.py).
@@ -38,7 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ from hvdtrain.engine.replay import Replay
 from hvdtrain.engine.spikes import exceeds
 from hvdtrain.errors import EXIT_USER
 from hvdtrain.exchange.base import Exchange
+from hvdtrain.exchange.watch import AFTER_THE_BLOCK, BETWEEN_MICRO_BATCHES, GradientWatch
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.optim.optimizer import set_learning_rate
 from hvdtrain.parallel.agreement import Agreement
@@ -165,6 +167,8 @@ class TrainStep:
         self._context = context
         self._buffers = passes.buffers
         self._open: _OpenStep  # since `begin`
+        self._watch: GradientWatch | None = None  # of a script, in its first step
+        self._watched = False
         self._exposed = "comm_exposed" if context.mesh.world.size > 1 else "other"
         self._sizes = Sizes(
             len(passes.forward.names),
@@ -174,7 +178,9 @@ class TrainStep:
         )
 
     def begin(self, batches: Iterator[Batch], assignment: Assignment, flags: Flags) -> None:
-        """Begin a step, to which `passes` or `train` add gradients; `end` or `fail` must follow.
+        """Begin a step, to which `passes` or `train` add gradients.
+
+        `exchange` and `end` must follow, or `fail`.
 
         Args:
             batches: this rank's micro-batches, see Passes.
@@ -185,6 +191,9 @@ class TrainStep:
         timer = self._context.timer
         phase = timer.phase
         timer.enter("optimizer")
+        if self._watch is not None:
+            self._watch.require_unchanged(AFTER_THE_BLOCK)
+            self._watch = None
         if self._agreement is not None:
             # If an update were pending here, no surviving rank applied it, so this step repeats it.
             self._agreement.forget()
@@ -197,6 +206,12 @@ class TrainStep:
         control = ControlVector(flags, used, self._sizes, self._context)
         self._open = _OpenStep(batches, assignment, flags, control, phase)
 
+    def repeat(self) -> None:
+        """Set missing gradients to zero, for a script's block that changes them once more."""
+        for parameter in self._exchange.parameters:
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
     def train(self) -> None:
         """Run the task's forward and backward passes."""
         step = self._open
@@ -206,7 +221,11 @@ class TrainStep:
         """Return the passes of this step for a caller that computes the losses itself."""
         step, passes = self._open, self._passes
         assert isinstance(passes, Accumulate)
-        return passes.begin(step.batches, step.assignment, step.control.totals, self._send_control)
+        if not self._watched:  # a script does the same in each step
+            self._watch, self._watched = GradientWatch(self._exchange), True
+        return passes.begin(
+            step.batches, step.assignment, step.control.totals, self._send_control, self._watch
+        )
 
     def _send_control(self) -> None:
         step = self._open
@@ -215,9 +234,36 @@ class TrainStep:
         step.control.send(self._exchange.trained.frozen() if len(step.assignment) else ())
 
     def fail(self) -> None:
-        """End a step whose passes have failed: restore what forward passes have changed."""
+        """End a step whose passes or exchange have failed: restore what forward passes changed."""
+        self._watch = None
         self._buffers.restore()
         self._context.timer.enter(self._open.phase)
+
+    def exchange(self) -> None:
+        """Exchange the gradients, after all passes of this rank.
+
+        Afterwards each `parameter.grad` is the gradient of the mean loss over the global batch, or
+        None if the parameter is frozen. With local SGD it is that of this rank's own mean.
+
+        Raises:
+            RankLostError: another rank is gone.
+            AgreedError: the task's values cannot be averaged, see means, or its loss is a mean over
+                micro-batches of different sizes.
+            StepDiscarded: a rank computed a wrong gradient; the step will be repeated.
+            RuntimeError: the ranks are at different steps, or part of the global batch is missing.
+        """
+        step = self._open
+        if self._watch is not None:
+            self._watch.require_unchanged(BETWEEN_MICRO_BATCHES)
+        sums = self._reduce_gradients()
+        self._context.timer.enter("optimizer")
+        self._check(sums, step.flags)
+        if self._replay is not None:
+            self._replay.compare(step.flags.step)
+        values = means(self._passes.forward.names, sums.rows, self._batch.micro_batches)
+        self._exchange.trained.drop_frozen([ranks > 0 for ranks in sums.frozen])
+        self._update.scale(self._passes.forward.gradient_scale(sums.loss_weight))
+        step.exchanged = sums, values
 
     def end(
         self,
@@ -225,7 +271,7 @@ class TrainStep:
         advance: Callable[[StepResult], None] = lambda result: None,
         loss_limit: float | None = None,
     ) -> StepResult:
-        """Exchange the gradients and update the model.
+        """Update the model with the gradients of the global batch, see `exchange`.
 
         Args:
             lr: learning rate; None: leave that of the optimizer.
@@ -235,38 +281,28 @@ class TrainStep:
 
         Raises:
             RankLostError: another rank is gone.
-            AgreedError: the task's values cannot be averaged, see means, or its loss is a mean over
-                micro-batches of different sizes.
-            StepDiscarded: a rank computed a wrong gradient; the step will be repeated.
-            RuntimeError: the ranks are at different steps, or part of the global batch is missing.
         """
-        timer, flags = self._context.timer, self._open.flags
+        step = self._open
+        assert step.exchanged is not None
+        sums, values = step.exchanged
         try:
             try:
-                sums = self._reduce_gradients()
-                timer.enter("optimizer")
-                self._check(sums, flags)
-                if self._replay is not None:
-                    self._replay.compare(flags.step)
-                values = means(self._passes.forward.names, sums.rows, self._batch.micro_batches)
-                self._exchange.trained.drop_frozen([ranks > 0 for ranks in sums.frozen])
-                scale = self._passes.forward.gradient_scale(sums.loss_weight)
                 exceeded = loss_limit if exceeds(values["loss"], loss_limit) else None
-                ready = self._update.prepare(lr, scale, exceeded)
+                ready = self._update.prepare(lr, exceeded)
             except Exception:  # torch's collectives raise other errors than Horovod's
                 self._buffers.restore()
                 raise
             commit = partial(self._commit, ready, sums, values, advance, time.perf_counter())
-            self._wait_for_all(flags.step + 1, ready, commit)
-            return commit()
+            self._wait_for_all(step.flags.step + 1, ready, commit)
+            result = commit()
+            if self._watch is not None:
+                self._watch.note()
+            return result
         finally:
-            timer.enter(self._open.phase)
+            self._context.timer.enter(step.phase)
 
     def _reduce_gradients(self) -> ControlSums:
-        """Exchange the gradients of all passes; return the sums over all ranks.
-
-        Afterwards each parameter has the gradient of the global batch.
-        """
+        """Exchange the gradients of all passes; return the sums over all ranks."""
         timer, heartbeat, step = self._context.timer, self._context.heartbeat, self._open
         if not len(step.assignment):
             self._send_control()
@@ -387,14 +423,22 @@ class TrainStep:
                 self._sharded.gather()
 
 
-class _OpenStep(NamedTuple):
-    """A step that has begun; `phase`: the timer's phase before it."""
+@dataclass
+class _OpenStep:
+    """A step that has begun.
+
+    Args:
+        phase: the timer's phase before the step.
+        exchanged: sums over all ranks, and the means of the loss and the metrics; None before the
+            exchange.
+    """
 
     batches: Iterator[Batch]
     assignment: Assignment
     flags: Flags
     control: ControlVector
     phase: str
+    exchanged: tuple[ControlSums, dict[str, float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -554,7 +598,7 @@ class Update:
 
     Args:
         optimizer: over the parameters of `exchange`.
-        exchange: has exchanged the gradients when `prepare` is called.
+        exchange: has exchanged the gradients when `scale` is called.
         clip_norm: gradients are scaled down to this norm; 0 = never.
         loss_scale: adjusted after each step according to whether the gradients were finite.
         total_norm: norm of the gradients of the given parameters; for a model that spans ranks,
@@ -585,10 +629,18 @@ class Update:
         """Drop the gradients of the previous step."""
         self._optimizer.zero_grad()
 
-    def prepare(
-        self, lr: float | None, gradient_scale: float, spike_limit: float | None = None
-    ) -> ReadyUpdate:
-        """Scale, check and clip the gradients; parameters and optimizer state stay unchanged.
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients by `factor`."""
+        # torch._foreach_* (one kernel for all gradients) are private, without a public equivalent.
+        # If torch removes them, each step fails; tests/single/test_torch_private.py detects it.
+        if factor != 1.0:
+            torch._foreach_mul_(self._gradients(), factor)
+
+    def _gradients(self) -> list[Tensor]:
+        return [local(p.grad) for p in self._exchange.parameters if p.grad is not None]
+
+    def prepare(self, lr: float | None, spike_limit: float | None = None) -> ReadyUpdate:
+        """Check and clip the gradients; parameters and optimizer state stay unchanged.
 
         All ranks make the same decision: every rank holds the bitwise identical gradient, or (with
         local SGD, and if a model spans ranks) its own gradient and a bitwise identical norm.
@@ -596,7 +648,6 @@ class Update:
         Args:
             lr: base learning rate; a group with an lr_scale uses lr * lr_scale. None: leave the
                 optimizer's.
-            gradient_scale: factor applied to the gradients first.
             spike_limit: the limit that the loss exceeded: the step will be skipped.
 
         Raises:
@@ -604,18 +655,14 @@ class Update:
         """
         self._lr = lr
         parameters = self._exchange.parameters
-        own = [local(p.grad) for p in parameters if p.grad is not None]
-        # torch._foreach_* (one kernel for all gradients) are private, without a public equivalent.
-        # If torch removes them, each step fails; tests/single/test_torch_private.py detects it.
-        if gradient_scale != 1.0:
-            torch._foreach_mul_(own, gradient_scale)
         norm = self._total_norm([p for p in parameters if p.grad is not None])
         common = self._exchange.agreed_norm(norm)
         grad_norm = float(common)  # the step's second and last wait for the device
         finite = math.isfinite(grad_norm)
         if finite and spike_limit is None:
             if self._clip_norm > 0:
-                _clip(own, self._clip_norm, norm)  # with local SGD, by the norm of this rank
+                # With local SGD, by the norm of this rank.
+                _clip(self._gradients(), self._clip_norm, norm)
             if lr is not None:
                 set_learning_rate(self._optimizer, lr)
         limit = spike_limit if finite else None

@@ -18,7 +18,7 @@ Where a gradient is compressed depends on the implementation, which build.py sel
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -82,6 +82,10 @@ class Exchange:
 
     def begin(self, passes: int) -> None:
         """Begin a step with this number of backward passes on this rank; may be 0."""
+
+    def memory(self) -> Mapping[nn.Parameter, Tensor]:
+        """Return the tensors that replace `parameter.grad` between the passes of a step."""
+        return {}
 
     def reduce(self) -> None:
         """Wait until every `parameter.grad` is the gradient of the global batch.

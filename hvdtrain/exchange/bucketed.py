@@ -116,6 +116,10 @@ class BucketedExchange(Exchange):
     def _send(self, number: int) -> None:
         self._buckets[number].send(alone=hvd.size() == 1)
 
+    def memory(self) -> Mapping[nn.Parameter, Tensor]:
+        pairs = [pair for bucket in self._buckets for pair in bucket.view_of.items()]
+        return {p: view for p, view in pairs if view.dtype == p.dtype}
+
     def reduce(self) -> None:
         for number in self._hooks.incomplete():
             self._send(number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,9 @@ class DenseExchange(Exchange):
         else:
             self._horovod.set_backward_passes_per_step(passes)
 
+    def memory(self) -> Mapping[nn.Parameter, Tensor]:
+        return self._memory.place_of if self._memory is not None else {}
+
     def reduce(self) -> None:
         if not self._distributed:
             for parameter in self.parameters:
@@ -144,6 +147,9 @@ class BucketMemory:
 
     Args:
         groups: the buckets, each of one dtype and on one device.
+
+    Attributes:
+        place_of: a view of this memory for each parameter.
     """
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -153,9 +159,9 @@ class BucketMemory:
         ]
         self._groups = groups
         self._reached: set[nn.Parameter] = set()  # have a gradient in this step
-        self._place_of: dict[nn.Parameter, Tensor] = {}
+        self.place_of: dict[nn.Parameter, Tensor] = {}
         for bucket, group in zip(self._buckets, groups, strict=True):
-            self._place_of |= flat_views(bucket, group)
+            self.place_of |= flat_views(bucket, group)
         self._handles: list[int] = []
 
     def begin(self) -> None:
@@ -165,7 +171,7 @@ class BucketMemory:
     @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add the gradient of one pass; the sum is rounded like autograd's own."""
-        place = self._place_of[parameter]
+        place = self.place_of[parameter]
         if parameter in self._reached:
             place.add_(gradient)
         else:
@@ -176,7 +182,7 @@ class BucketMemory:
         """Begin the all-reduce of a complete bucket; a missing gradient counts as zeros."""
         for parameter in self._groups[number]:
             if parameter not in self._reached:
-                self._place_of[parameter].zero_()
+                self.place_of[parameter].zero_()
         self._handles.append(begin_sum(self._buckets[number], f"dense.{number}"))
 
     def receive(self) -> None:
@@ -187,7 +193,7 @@ class BucketMemory:
         """
         while self._handles:
             completed(self._handles.pop(0))
-        set_gradients(self._place_of)
+        set_gradients(self.place_of)
 
     def abandon(self) -> None:
         """Forget a step that failed; see Exchange.abort."""

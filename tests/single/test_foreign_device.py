@@ -114,6 +114,7 @@ def _step(
             step.begin(on_device, assignment, Flags(False, False, number))
             step.train()
             assert all(p.grad is None or p.grad.is_meta for p in model.parameters())
+            step.exchange()
             assert step.end(1e-3).applied
     for parameter in model.parameters():
         assert parameter.grad is not None and parameter.grad.dtype == parameter.dtype

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -103,6 +105,83 @@ def test_script_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+def _clipped_by_torch(pairs: bool) -> list[tuple[float, float, float]]:
+    """Loss, norm before and after clipping of each step of clipping.py as a plain loop."""
+    torch = pytest.importorskip("torch")
+    from hvdtrain.data.order import sample_order
+
+    torch.manual_seed(0)
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    x = torch.randn(256, 4, generator=torch.Generator().manual_seed(1))
+    y = 3 * x.sum(1, keepdim=True)
+    found = []
+    for step in range(12):
+        batch = sample_order(12 * step, 12 * (step + 1), 256, 1234)
+        weights = (x[batch, :1] > 0).float() + 0.5 if pairs else torch.ones(12, 1)
+        errors = (model(x[batch]) - y[batch]).square()
+        loss = (errors * weights).sum() / weights.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        model[0].weight.grad.mul_(0.5)
+        model[2].bias.grad = None
+        after = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+        found.append((loss.item(), norm.item(), after.item()))
+    return found
+
+
+def _clipped(directory: Path) -> list[tuple[float, float, float]]:
+    lines = runs.metrics(directory)
+    return [(line["loss"], line["own_norm"], line["grad_norm"]) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "pairs", "flags"),
+    [
+        ("", False, ""),
+        ("", True, "--exchange.name exact"),
+        ("gloo:2", True, ""),
+        ("mpirun:3", False, ""),
+        ("gloo:3", True, "--exchange.name exact"),
+        ("gloo:2", False, "--exchange.wire float16"),
+        ("gloo:2", False, "--exchange.compression topk --exchange.ratio 1.0"),
+        ("gloo:2", False, "--precision.name fp16"),
+    ],
+)
+def test_gradients_that_a_script_clips_in_the_block_are_applied(
+    tmp_path: Path, launcher: str, pairs: bool, flags: str
+) -> None:
+    env = {"HVDTRAIN_TEST_PAIRS": str(int(pairs))}
+    end = train(tmp_path, "a", "clipping.py", launcher, *flags.split(), env=env)
+    found, expected = _clipped(tmp_path / "a"), _clipped_by_torch(pairs)
+    most = 0.05 if "16" in flags else 1e-4
+    assert sum(found, ()) == pytest.approx(sum(expected, ()), rel=most)
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    torch.nn.Linear(4, 8)
+    assert float(end.split()[0]) == torch.nn.Linear(8, 1).bias.item(), "its gradient was deleted"
+
+
+def test_clipped_step_is_repeated_after_rank_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost:3\n")
+    launcher = shlex.split(
+        "horovodrun --gloo -np 3 --min-np 1 --max-np 3 --network-interfaces lo"
+        f" --host-discovery-script 'cat {tmp_path}/hosts'"
+    )
+    command = [warm.python(3, PRELOAD), str(SCRIPTS / "clipping.py")]
+    flags = [*FLAGS, "--run.root", str(tmp_path), "--run.id", "a"]
+    env = {"HVDTRAIN_TEST_KILL": "5", "HVDTRAIN_TEST_KILLED": str(tmp_path / "killed")}
+    done = runs.start(tmp_path / "output", flags, "", env, [*launcher, *command]).wait(180)
+    assert done.returncode == 0, done
+    events = map(json.loads, (tmp_path / "a/events.jsonl").read_text().splitlines())
+    assert "failure" in [event["cause"] for event in events if event["event"] == "start"], done
+    expected = _clipped_by_torch(pairs=False)
+    assert sum(_clipped(tmp_path / "a"), ()) == pytest.approx(sum(expected, ()), rel=1e-4)
+
+
 def test_each_mistake_ends_the_run_with_one_message(tmp_path: Path) -> None:
     command = [sys.executable, "-m", misuse.__name__]
     done = runs.start(tmp_path / "output", [str(tmp_path)], command=command).wait(SECONDS)
@@ -113,6 +192,19 @@ def test_each_mistake_ends_the_run_with_one_message(tmp_path: Path) -> None:
         "stepped_by_a_gradient_scaler": "perhaps by GradScaler.step",
         "gradients_cleared_in_the_block": "SGD.zero_grad() was called inside a step's block",
         "gradients_of_the_model_cleared": "Linear.zero_grad() was called inside a step's block",
+        "gradient_deleted_between_micro_batches": "was changed between the micro-batches",
+        "clipped_between_micro_batches": "was changed between the micro-batches",
+        "clipped_after_the_block": "was changed after a step's block",
+        "loss_of_a_gradient_scaler": "GradScaler.scale was called inside a step's block",
+        "own_loader": "loss.backward() was called by the script",
+        "block_without_micro_batches": "the block ended before step.backward was called",
+        "auxiliary_backward": "loss.backward() was called by the script",
+        "backward_by_hand_after_the_block": "loss.backward() was called by the script",
+        "accumulation_hook": "the parameter weight has a hook of register_post_accumulate",
+        "loss_that_is_no_scalar": "step.backward got a tensor of shape (2, 1)",
+        "loss_that_is_detached": "step.backward got a tensor without gradient",
+        "loss_that_is_a_number": "step.backward got a float",
+        "samples_without_collate": "micro-batch of samples of type NoneType",
         "optimizer_with_closure": "LBFGS evaluates the loss several times in each step",
         "step_used_after_its_turn": "step 1 was entered again",
         "block_left_out": "left out the block of step 2",
@@ -219,6 +311,13 @@ def test_branches_that_only_some_ranks_use_keep_the_curve(tmp_path: Path) -> Non
     for run, launcher in (("one", ""), ("three", "gloo:3")):
         train(tmp_path, run, "branches.py", launcher, *EXACT)
     assert curve(tmp_path / "one") == curve(tmp_path / "three")
+    assert len(curve(tmp_path / "one")) == 12
+
+
+def test_samples_of_different_lengths_are_collated_by_the_script(tmp_path: Path) -> None:
+    for run, launcher in (("one", ""), ("two", "gloo:2")):
+        train(tmp_path, run, "collated.py", launcher, *EXACT)
+    assert curve(tmp_path / "one") == curve(tmp_path / "two")
     assert len(curve(tmp_path / "one")) == 12
 
 

@@ -22,6 +22,7 @@ def take_step(
     stepper.begin(batches, assignment, flags)
     try:
         stepper.train()
+        stepper.exchange()
     except Exception:
         stepper.fail()
         raise

@@ -31,10 +31,10 @@ def optimizer_stepped_by_hand(training: Any, model: nn.Module, optimizer: Any) -
 
 def stepped_by_a_gradient_scaler(training: Any, model: nn.Module, optimizer: Any) -> None:
     scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
     for step in training:
         with step:
-            for batch in step:
-                step.backward(scaler.scale(model(batch).square().mean()))
+            _train(step, model)
             scaler.step(optimizer)
 
 
@@ -53,6 +53,108 @@ def gradients_of_the_model_cleared(training: Any, model: nn.Module, optimizer: A
             for batch in step:
                 step.backward(model(batch).square().mean())
                 model.zero_grad()
+
+
+def gradient_deleted_between_micro_batches(training: Any, model: nn.Module, optimizer: Any) -> None:
+    for step in training:
+        with step:
+            for batch in step:
+                for parameter in model.parameters():
+                    parameter.grad = None
+                step.backward(model(batch).square().mean())
+
+
+def clipped_between_micro_batches(training: Any, model: nn.Module, optimizer: Any) -> None:
+    for step in training:
+        with step:
+            for batch in step:
+                step.backward(model(batch).square().mean())
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def clipped_after_the_block(training: Any, model: nn.Module, optimizer: Any) -> None:
+    for step in training:
+        with step:
+            _train(step, model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def loss_of_a_gradient_scaler(training: Any, model: nn.Module, optimizer: Any) -> None:
+    unused, scaler = torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu")
+    for step in training:
+        with step:
+            for batch in step:
+                loss = model(batch).square().mean()
+                step.backward(scaler.scale(loss) if step.index else unused.scale(loss))
+
+
+def own_loader(training: Any, model: nn.Module, optimizer: Any) -> None:
+    for step in training:
+        with step:
+            model(torch.ones(8, 4)).square().mean().backward()
+
+
+def block_without_micro_batches(training: Any, model: nn.Module, optimizer: Any) -> None:
+    for step in training:
+        with step:
+            if step.index == 1:
+                continue
+            _train(step, model)
+
+
+def auxiliary_backward(training: Any, model: nn.Module, optimizer: Any) -> None:
+    other = nn.Linear(4, 1)
+    for step in training:
+        with step:
+            for batch in step:
+                inputs = batch.clone().requires_grad_()
+                torch.autograd.grad(model(inputs).sum(), inputs)
+                model(inputs).sum().backward(inputs=[inputs])
+                other(batch).sum().backward()  # of another model
+                step.backward(model(batch).square().mean())
+                if step.index == 2:
+                    model(batch).abs().mean().backward()
+
+
+def backward_by_hand_after_the_block(training: Any, model: nn.Module, optimizer: Any) -> None:
+    for step in training:
+        with step:
+            _train(step, model)
+        model(torch.ones(8, 4)).square().mean().backward()
+
+
+def accumulation_hook(training: Any, model: nn.Module, optimizer: Any) -> None:
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    for step in training:
+        with step:
+            _train(step, model)
+
+
+def loss_that_is_no_scalar(training: Any, model: nn.Module, optimizer: Any) -> None:
+    for step in training:
+        with step:
+            for batch in step:
+                step.backward(model(batch).square())
+
+
+def loss_that_is_detached(training: Any, model: nn.Module, optimizer: Any) -> None:
+    for step in training:
+        with step:
+            for batch in step:
+                step.backward((model(batch).detach().square().sum(), 2))
+
+
+def loss_that_is_a_number(training: Any, model: nn.Module, optimizer: Any) -> None:
+    for step in training:
+        with step:
+            for batch in step:
+                step.backward(model(batch).square().mean().item())
+
+
+def samples_without_collate(training: Any, model: nn.Module, optimizer: Any) -> None:
+    for step in training:
+        with step:
+            _train(step, model)
 
 
 def step_used_after_its_turn(training: Any, model: nn.Module, optimizer: Any) -> None:
@@ -141,6 +243,19 @@ MISTAKES: list[Loop] = [
     stepped_by_a_gradient_scaler,
     gradients_cleared_in_the_block,
     gradients_of_the_model_cleared,
+    gradient_deleted_between_micro_batches,
+    clipped_between_micro_batches,
+    clipped_after_the_block,
+    loss_of_a_gradient_scaler,
+    own_loader,
+    block_without_micro_batches,
+    auxiliary_backward,
+    backward_by_hand_after_the_block,
+    accumulation_hook,
+    loss_that_is_no_scalar,
+    loss_that_is_detached,
+    loss_that_is_a_number,
+    samples_without_collate,
     optimizer_with_closure,
     step_used_after_its_turn,
     block_left_out,
@@ -162,7 +277,8 @@ def _run(mistake: Loop, root: Path) -> None:
         optimizer = torch.optim.LBFGS(model.parameters())
     keys = {"train.duration": 3, "batch.global_size": 8, "batch.micro_size": 2, "telemetry.port": 0}
     keys |= {"run.root": root, "run.id": mistake.__name__}
-    with hvdtrain.training(model, optimizer, [*torch.ones(64, 4)], config=keys) as training:
+    data: Any = [None] * 64 if mistake is samples_without_collate else [*torch.ones(64, 4)]
+    with hvdtrain.training(model, optimizer, data, config=keys) as training:
         mistake(training, model, optimizer)
 
 

@@ -1,0 +1,95 @@
+"""Calls of a script that would miss the gradient of the global batch: refused during a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engine.loop import Step
+from hvdtrain.errors import UserError
+
+
+class BackwardGuard:
+    """Refuses backward passes to a model's parameters that a script runs by itself.
+
+    While it is installed it replaces two functions of torch, which other models and losses may
+    use as ever: `torch.autograd.backward`, which `Tensor.backward` calls, and `GradScaler.scale`.
+    Hooks of the parameters would notice a wrong pass too late, and cost time in each right one.
+
+    Args:
+        current: returns the step in progress, from its block to the end of the code after it.
+    """
+
+    def __init__(self, model: nn.Module, current: Callable[[], Step | None]) -> None:
+        self._model, self._current = model, current
+        self._backward, self._scale = torch.autograd.backward, torch.amp.GradScaler.scale
+
+    def install(self) -> None:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            step = self._current()
+            if step is not None and not step.passing:
+                inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
+                self._check(_several(tensors), inputs)
+            self._backward(tensors, *args, **kwargs)
+
+        def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+            step = self._current()
+            if step is not None and step.open and scaler.is_enabled():
+                raise UserError(
+                    "GradScaler.scale was called inside a step's block: gradients would be too "
+                    "large by the scale; remove the GradScaler, and for a loss scale set "
+                    "precision.name fp16"
+                )
+            return self._scale(scaler, outputs)
+
+        torch.autograd.backward = backward
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        torch.autograd.backward = self._backward
+        torch.amp.GradScaler.scale = self._scale  # type: ignore[method-assign]
+
+    def _check(self, losses: Iterable[Tensor], inputs: Any) -> None:
+        trained = {p for p in self._model.parameters() if p.requires_grad}
+        reached = trained & {*_several(inputs)} if inputs is not None else _leaves(losses) & trained
+        if reached:
+            raise UserError(
+                "loss.backward() was called by the script, for parameters of the model: the "
+                "gradient of the global batch is that of step.backward(loss), once for each "
+                "micro-batch of `for batch in step`. Add an auxiliary loss to that loss; for the "
+                "gradient of an input use torch.autograd.grad"
+            )
+
+
+def refuse_accumulation_hooks(model: nn.Module) -> None:
+    """Raise UserError if a parameter has a hook that gets its accumulated gradient."""
+    for name, parameter in model.named_parameters():
+        # Private, without a public equivalent: a test of the message notices if it is renamed.
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UserError(
+                f"the parameter {name} has a hook of register_post_accumulate_grad_hook, which "
+                "would get the gradient of one rank: change or read gradients in the step's block "
+                "after `for batch in step`, when they are those of the global batch"
+            )
+
+
+def _several(tensors: Any) -> Sequence[Any]:
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+
+
+def _leaves(losses: Iterable[Tensor]) -> set[Tensor]:
+    """Return the tensors to which a backward pass from `losses` adds gradients."""
+    found: set[Tensor] = set()
+    nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    seen: set[Any] = {*nodes}  # keeps the nodes' Python objects, and so their identity
+    while nodes:
+        node = nodes.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(leaf)
+        further = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= further
+        nodes += further
+    return found

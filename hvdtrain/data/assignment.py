@@ -60,7 +60,7 @@ class Assignment:
         """Interleave the ranks, so that each rank's are spread over the step; `even`: j % ranks."""
         self.counts = list(counts)
         turns = spread(counts)
-        self.last = turns[-1]
+        self.last = turns[-1] if turns else 0
         of_replica = [j for j, rank in enumerate(turns) if rank == self._rank]
         self._own = [j * self._shard.size + self._shard.rank for j in of_replica]
 

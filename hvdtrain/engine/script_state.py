@@ -50,8 +50,8 @@ class ScriptState:
 
     def has_elementwise_optimizer(self) -> bool:
         """Whether each element's update depends on that element alone, as far as is known."""
-        several = isinstance(self._optimizer, SeveralOptimizers)
-        own = self._optimizer.by_name.values() if several else [self._optimizer]
+        one = self._optimizer
+        own = one.by_name.values() if isinstance(one, SeveralOptimizers) else [one]
         return all(type(optimizer) in _ELEMENTWISE for optimizer in own)
 
     def keep(self) -> None:

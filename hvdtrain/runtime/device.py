@@ -239,8 +239,9 @@ def random_state() -> tuple[Any, ...]:
     """States of the generators that `seed_all` seeds; equal ones give the same numbers."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     of_torch = [state.numpy().tobytes() for state in (torch.get_rng_state(), *devices)]
-    _, words, *place = np.random.get_state()
-    return of_torch, words.tobytes(), place, random.getstate()  # type: ignore[union-attr]
+    of_numpy: Any = np.random.get_state()
+    _, words, *place = of_numpy
+    return of_torch, words.tobytes(), place, random.getstate()
 
 
 @contextmanager

@@ -300,7 +300,8 @@ def test_changing_buffer_that_is_not_saved_is_named(tmp_path: Path, model: str) 
 
 
 @pytest.mark.parametrize(
-    ("what", "named"), [("object", "training.state['queue']"), ("buffer", "the buffer 1.running_mean")]
+    ("what", "named"),
+    [("object", "training.state['queue']"), ("buffer", "the buffer 1.running_mean")],
 )
 def test_what_a_script_computes_differently_on_each_rank_is_named(
     tmp_path: Path, what: str, named: str

@@ -38,17 +38,20 @@ from hvdtrain.api.flags import (
 )
 from hvdtrain.api.guards import BackwardGuard, refuse_accumulation_hooks
 from hvdtrain.config import Settings, parse
+from hvdtrain.data.loader import EVALUATE_SEED
 from hvdtrain.data.mixture import fingerprint_of
 from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.loop import OUTSIDE, Step, Value
 from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.errors import UserError, crash
+from hvdtrain.log import logger
 from hvdtrain.optim.several import SeveralOptimizers
 from hvdtrain.run.prepare import prepare_environment
 from hvdtrain.run.session import Session
 from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json
+from hvdtrain.runtime.device import random_numbers_kept, random_state, seed_all
 from hvdtrain.runtime.environment import forget_launcher, launched_size, process_start
-from hvdtrain.runtime.failure import abort_all_ranks, leave_horovod
+from hvdtrain.runtime.failure import abort_all_ranks, check_not_left_mpi, leave_horovod
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.user_errors import report
 from hvdtrain.tasks import Datasets, Task
@@ -261,6 +264,7 @@ class Training:
         self._step: Step | None = None
         self._steps: Generator[Step, None, int] | None = None
         self._code: int | None = None
+        self._warned = False  # of random numbers in an evaluation
         self._watched: list[Any] = []  # with a zero_grad of this run
         self._hooks: list[Any] = []  # of the optimizers
         self._guard: BackwardGuard | None = None
@@ -273,6 +277,7 @@ class Training:
         try:
             if self._settings.config.runtime.standalone:
                 forget_launcher()
+            check_not_left_mpi()
             prepare_environment(self._settings.config)
             self._session = Session(
                 self._settings, self._stop, self._began, self._script, lambda: self._finish
@@ -414,14 +419,19 @@ class Training:
         """Log values with a step, in metrics.jsonl and all other places; all ranks call it."""
         step.values.update({name: float(value) for name, value in values.items()})
 
-    def evaluate(self, function: Callable[[], Value | float]) -> float:
-        """Return the mean of `function()` over all ranks; all ranks call it, after a step's block.
+    def evaluate(self, function: Callable[..., Value | float], items: int | None = None) -> float:
+        """Return the mean of `function` over all ranks; all ranks call it, after a step's block.
 
         The model is in eval mode, and no gradients are recorded. The mean does not depend on the
-        number of ranks if each rank evaluates its `share` of the data.
+        number of ranks if each rank evaluates its `share` of the data, without random numbers; or
+        with `items`, also if `function` draws random numbers.
 
         Args:
-            function: returns (sum, weight) of this rank, or a mean that counts once per rank.
+            function: called without arguments; returns (sum, weight) of this rank, or a mean that
+                counts once per rank. With `items`, called for parts of them, each on one rank, with
+                the numbers of the part (a range); returns (sum, weight) of the part, or its mean.
+            items: number of items, such as validation samples. The random numbers of a part are
+                seeded by its place, so each evaluation draws the same.
 
         Returns:
             The sum of the sums divided by that of the weights. NaN if a rank was lost meanwhile:
@@ -432,10 +442,9 @@ class Training:
             raise UserError("training.evaluate is called inside the loop, after a step's block")
         try:
             comm.COLLECTIVES.refuse("")
-            with evaluating(self._script.model()), torch.no_grad():
-                found = function()
-            total, weight = found if isinstance(found, tuple) else (found, 1.0)
-            pairs = gather_json([float(total), float(weight)], "evaluate")
+            with evaluating(self._script.model()), torch.no_grad(), random_numbers_kept():
+                own = self._of_all(function) if items is None else self._of_parts(function, items)
+            pairs = [pair for theirs in gather_json(own, "evaluate") for pair in theirs]
         except RankLostError as error:
             step.fail(error)
             return math.nan
@@ -443,6 +452,32 @@ class Training:
             comm.COLLECTIVES.refuse(OUTSIDE)
         weights = math.fsum(pair[1] for pair in pairs)
         return math.fsum(pair[0] for pair in pairs) / weights if weights else math.nan
+
+    def _of_all(self, function: Callable[[], Value | float]) -> list[tuple[float, float]]:
+        self._seed_evaluation(self.rank)
+        before = random_state()
+        found = _pair(function(), 1.0)
+        if not self._warned and self.rank == 0 and random_state() != before:
+            self._warned = True
+            logger.warning(
+                "training.evaluate: the function draws random numbers, so the mean depends on the "
+                "number of ranks; training.evaluate(function, items=N), which calls "
+                "function(numbers) for parts of range(N), seeds them by item"
+            )
+        return [found]
+
+    def _of_parts(
+        self, function: Callable[[range], Value | float], items: int
+    ) -> list[tuple[float, float]]:
+        size, found = self._session.batch.micro_samples, []
+        for part in self.share(-(-items // size)):
+            numbers = range(part * size, min((part + 1) * size, items))
+            self._seed_evaluation(part)
+            found.append(_pair(function(numbers), len(numbers)))
+        return found
+
+    def _seed_evaluation(self, number: int) -> None:
+        seed_all(self._settings.config.seed, 0, number, EVALUATE_SEED)
 
     def _explained(self, error: BaseException) -> BaseException:
         if isinstance(error, RankLostError) and error is not self._lost:
@@ -462,6 +497,13 @@ class Training:
 
     def _in_block(self) -> bool:
         return self._step is not None and self._step.open
+
+
+def _pair(found: Value | float, weight: float) -> tuple[float, float]:
+    """Return (sum, weight) of values that are a mean of this weight, or (sum, weight) already."""
+    if isinstance(found, tuple):
+        return float(found[0]), float(found[1])
+    return float(found) * weight, weight
 
 
 def _reported(error: UserError, stop: StopFlag) -> BaseException:

@@ -48,6 +48,7 @@ class Assignment:
 
     Attributes:
         counts: number of assigned micro-batches (groups) per rank of `group`.
+        last: the rank of `group` with the last micro-batch (group) of a step.
     """
 
     def __init__(self, micro_batches: int, group: Group, shard: Group = ALONE) -> None:
@@ -58,7 +59,9 @@ class Assignment:
     def change(self, counts: Sequence[int]) -> None:
         """Interleave the ranks, so that each rank's are spread over the step; `even`: j % ranks."""
         self.counts = list(counts)
-        of_replica = [j for j, rank in enumerate(spread(counts)) if rank == self._rank]
+        turns = spread(counts)
+        self.last = turns[-1] if turns else 0
+        of_replica = [j for j, rank in enumerate(turns) if rank == self._rank]
         self._own = [j * self._shard.size + self._shard.rank for j in of_replica]
 
     @property

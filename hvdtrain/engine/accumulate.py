@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase  # private, see tasks/sync_batc
 from hvdtrain import comm
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.loader import Batch, to_device
+from hvdtrain.engine.changing_buffers import ChangingBuffers
 from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.errors import EXIT_USER, UserError
 from hvdtrain.exchange.watch import BETWEEN_MICRO_BATCHES, GradientWatch
@@ -48,6 +49,7 @@ class Passes(Protocol):
         exact: values and statistics are summed without rounding, see Totals.
         buffers, statistics: the model's saved buffers, and BatchNorm's running statistics among
             them.
+        changing: other buffers that a script's forward passes change; None: they are not watched.
     """
 
     forward: Forward
@@ -55,6 +57,7 @@ class Passes(Protocol):
     exact: bool
     buffers: SavedBuffers
     statistics: BatchStatistics
+    changing: ChangingBuffers | None
 
     def train(
         self,
@@ -126,6 +129,7 @@ class Accumulate:
         self.forward = Forward(task, micro_batches, context, precision)
         self.buffers = SavedBuffers(model)
         self.statistics = BatchStatistics(self.buffers, micro_batches)
+        self.changing: ChangingBuffers | None = None
         self.context, self.precision, self.interleaved = context, precision, interleaved
 
     def train(
@@ -155,6 +159,7 @@ class Accumulate:
         """
         passes = RankPasses(self, batches, assignment, totals, before_last)
         passes.autocast, passes.watch = self.precision, watch
+        passes.changing = self.changing
         return passes
 
     def finish(self) -> None:
@@ -186,10 +191,12 @@ class RankPasses:
     Attributes:
         autocast: precision that applies from a micro-batch to its `backward`; None: the caller's.
         watch: see Accumulate.begin.
+        changing: see Passes.
     """
 
     autocast: Precision | None = None
     watch: GradientWatch | None = None
+    changing: ChangingBuffers | None = None
 
     def __init__(
         self,
@@ -226,11 +233,15 @@ class RankPasses:
         enter = owner.context.timer.enter
         owner.context.heartbeat.beat(Activity.WORKING)
         owner.statistics.begin()
+        if self.changing is not None:
+            self.changing.begin()
         enter("data")
         for batch in self._batches:
             on_device = to_device(batch, owner.context.device)
             enter("forward")
             owner.statistics.prepare()
+            if self.changing is not None and self._taken:
+                self.changing.reset()
             self._taken += 1
             if owner.interleaved is not None and total - self._taken < self._together:
                 self._during_forward.enter_context(owner.interleaved.forward(len(self._losses)))
@@ -247,6 +258,8 @@ class RankPasses:
                     "step.backward was not called for a micro-batch: the gradient of the global "
                     "batch would lack it"
                 )
+        if self.changing is not None:
+            self.changing.look()
 
     def _check_turn(self) -> None:
         if self._done == self._taken:
@@ -293,6 +306,8 @@ class RankPasses:
         self._losses.append(owner.forward.scaled(values.loss))
         del values
         if self.complete:
+            if self.changing is not None:
+                self.changing.look()
             self._before_last()  # sends the control vector: the totals are complete
         # In the last backward pass, hooks of the exchange compress and send the gradients.
         if self.complete or self._done <= len(self._assignment) - self._together:
@@ -560,8 +575,8 @@ class SavedBuffers:
     """Copies of saved buffers, such as BatchNorm's statistics, which change before a step can fail.
 
     Covers the buffers in `state_dict`, even if a module replaces a buffer by a new tensor. Not
-    covered: buffers registered with persistent=False and tensors that are plain attributes. They
-    are not saved either, so they are not part of a run's state.
+    covered, unless added: buffers registered with persistent=False and tensors that are plain
+    attributes. They are not saved either, so they are not part of a run's state.
 
     Attributes:
         places: module and name of each buffer.
@@ -588,6 +603,13 @@ class SavedBuffers:
         elif tensors:
             torch._foreach_copy_(self.values, tensors)  # private, see step.py
         self._tensors = tensors
+
+    def add(self, place: tuple[nn.Module, str], tensor: Tensor, value: Tensor) -> None:
+        """Also restore this tensor from now on, even in the step that has begun."""
+        if place not in self.places:
+            self.places.append(place)
+            self.values.append(value)
+            self._tensors.append(tensor)
 
     @torch.no_grad()
     def swap(self) -> None:

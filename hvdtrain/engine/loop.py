@@ -44,7 +44,7 @@ from torch import Tensor
 from hvdtrain import comm
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig
-from hvdtrain.data.loader import Batch, StepLoader
+from hvdtrain.data.loader import AFTER_SEED, BLOCK_SEED, STEP_SEED, Batch, StepLoader
 from hvdtrain.engine.accumulate import RankPasses
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.replay import StepDiscarded
@@ -55,6 +55,7 @@ from hvdtrain.errors import EXIT_NOT_FINITE, UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError, RankLostError
 from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.signals import StopFlag
 
@@ -100,6 +101,7 @@ class TrainingPlan:
         learning_rate: rate of step s, from 0; None: the optimizer's own.
         step_samples: samples of global batch b of the order, from 0, over all ranks together.
         dataset_size: samples of an epoch; 0 if unknown.
+        seed: the run's seed.
     """
 
     train: TrainConfig
@@ -107,6 +109,7 @@ class TrainingPlan:
     learning_rate: Callable[[int], float | None]
     step_samples: Callable[[int], int]
     dataset_size: int
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -227,6 +230,7 @@ class Step:
         self.values: dict[str, float] = {}
         self._result: Mapping[str, float] | None = loop.result if done else None
         self._loop, self._repeated = loop, done
+        self._batch = loop.progress.batch - done
         self._began = self.open = False
         self.updating = self.passing = False
         self._found: dict[str, Value] = {}  # of a micro-batch, until its last backward pass
@@ -253,6 +257,12 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> bool:
+        try:
+            return self._close(error)
+        finally:
+            self._loop.seed(self._batch, AFTER_SEED)
+
+    def _close(self, error: BaseException | None) -> bool:
         self.open = False
         self._loop.refuse_collectives()
         if self._repeated:
@@ -321,6 +331,8 @@ class Step:
 
     def _micro_batches(self, passes: RankPasses) -> Iterator[Batch]:
         yield from passes
+        # Also for an optimizer that draws.
+        self._loop.seed(self._batch, BLOCK_SEED)
         self._exchange()
 
     def _exchange(self) -> None:
@@ -482,6 +494,7 @@ class Loop:
         self._learning_rate = plan.learning_rate
         self._step_samples = plan.step_samples
         self._dataset_size = plan.dataset_size
+        self._seed = plan.seed
         self._callbacks = callbacks
         self._interruptions = interruptions
         self._heartbeat = context.heartbeat
@@ -574,6 +587,7 @@ class Loop:
         """Yield a step, and call the callbacks (`logs`) when its caller has finished with it."""
         self.refuse_collectives()
         self.current = step = Step(self, self.progress.step - done, done)
+        self.seed(self.progress.batch - done, STEP_SEED)
         yield step
         self.current = None
         try:
@@ -605,6 +619,16 @@ class Loop:
         """Refuse the collectives of a script's own loop outside the blocks of its steps."""
         if self._script is not None:
             comm.COLLECTIVES.refuse(OUTSIDE)
+
+    def seed(self, batch: int, kind: int) -> None:
+        """Seed what a script's own loop draws outside its micro-batches; the same on all ranks.
+
+        Args:
+            batch: number of the step's global batch.
+            kind: STEP_SEED, BLOCK_SEED or AFTER_SEED.
+        """
+        if self._script is not None:
+            seed_all(self._seed, batch, 0, kind)
 
     # --- called by Step -----------------------------------------------------
 

@@ -23,6 +23,7 @@ from hvdtrain.engine.accumulate import (
     Totals,
     Values,
 )
+from hvdtrain.engine.changing_buffers import ChangingBuffers
 from hvdtrain.errors import UnsupportedTaskError
 from hvdtrain.optim.precision import FLOAT32, Precision
 from hvdtrain.parallel.cut import CutModel
@@ -90,6 +91,7 @@ class Pipeline:
         self.forward = Forward(task, micro_batches, context, precision)
         self.buffers = SavedBuffers(cut.model)
         self.statistics = BatchStatistics(self.buffers, micro_batches)
+        self.changing: ChangingBuffers | None = None  # a script's model does not span ranks
         self._cut, self._group, self._context = cut, group, context
         self._shards = context.mesh.ranks_along("shard")
         self._own: list[_Loaded] = []

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from hvdtrain.errors import UserError
 from hvdtrain.optim.several import SeveralOptimizers, parameters_of
 from hvdtrain.runtime.plain_values import decode, encode, json_of, with_json
 from hvdtrain.runtime.state_part import Scope
+
+_ELEMENTWISE = (
+    *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD),
+    *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
+)
 
 
 class ScriptState:
@@ -42,6 +47,12 @@ class ScriptState:
         self.objects: dict[str, Any] = {}
         self.result: dict[str, float] = {}
         self._tensors: dict[str, Tensor] = {}
+
+    def has_elementwise_optimizer(self) -> bool:
+        """Whether each element's update depends on that element alone, as far as is known."""
+        one = self._optimizer
+        own = one.by_name.values() if isinstance(one, SeveralOptimizers) else [one]
+        return all(type(optimizer) in _ELEMENTWISE for optimizer in own)
 
     def keep(self) -> None:
         """Copy the result and the objects' state.
@@ -100,6 +111,19 @@ class ScriptState:
     def compared(self) -> dict[str, Tensor]:
         """See StatePart."""
         return self._tensors
+
+    def by_name(self) -> dict[str, dict[str, Tensor]]:
+        """Tensors of `compared`, by the words of a script for what they are of."""
+        content = json_of(self._tensors)
+        named = {f"training.state[{name!r}]": one for name, one in content["objects"].items()}
+        named["the options of the optimizer's groups, such as lr"] = content["groups"]
+        named["step.result"] = content.get("result", {})
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, encoded in named.items():
+            tensors: dict[str, Tensor] = {}
+            own = encode(decode(encoded, self._tensors), name, tensors)
+            found[name] = with_json(own, tensors)
+        return found
 
     def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         """See StatePart; `restore` gives it to the objects."""

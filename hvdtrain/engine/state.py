@@ -281,7 +281,8 @@ class RunState:
 class ModelState:
     """The replicated part "model": parameters and saved buffers, by name.
 
-    Buffers are not compared: a task may keep buffers that differ between ranks.
+    Buffers are not compared: a task may keep buffers that differ between ranks. Replica checks
+    compare those of a script with its own loop.
     """
 
     name = "model"
@@ -295,6 +296,11 @@ class ModelState:
 
     def compared(self) -> dict[str, Tensor]:
         return {name: p.data for name, p in self._model.named_parameters()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Saved buffers."""
+        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        return {name: t for name, t in self.tensors().items() if name not in parameters}
 
     def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         [tensors] = saved

@@ -73,6 +73,8 @@ from hvdtrain.runtime.device import sent, widened
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.tensor_shards import local
 
+_NEWS = 3  # place in a control vector, see ControlSums
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -231,7 +233,9 @@ class TrainStep:
         step = self._open
         # A task freezes parameters in its forward pass: a rank without micro-batches does not know
         # which are frozen.
-        step.control.send(self._exchange.trained.frozen() if len(step.assignment) else ())
+        frozen = self._exchange.trained.frozen() if len(step.assignment) else ()
+        changing = self._passes.changing
+        step.control.send(frozen, changing is not None and changing.news)
 
     def fail(self) -> None:
         """End a step whose passes or exchange have failed: restore what forward passes changed."""
@@ -312,6 +316,11 @@ class TrainStep:
         self._passes.finish()
         sums = step.control.receive()
         self._passes.statistics.apply(sums.statistics)
+        if self._passes.changing is not None:
+            topology = self._context.mesh.topology
+            if sums.news:
+                self._passes.changing.agree(topology)
+            self._passes.changing.share(step.assignment.last, topology)
         heartbeat.beat(Activity.WORKING)
         return sums
 
@@ -464,6 +473,7 @@ class ControlSums:
 
     Args:
         stops, changes, finishes: number of ranks that raised the flag.
+        news: number of ranks that want to agree on the buffers that change.
         steps: sum of the ranks' `step`.
         used: samples and tokens of all ranks' micro-batches.
         rows: rows of the loss and the metrics, 3 rows as returned by `accumulate.rows_of`.
@@ -474,6 +484,7 @@ class ControlSums:
     stops: float
     changes: float
     finishes: float
+    news: float
     steps: float
     used: BatchUsage
     rows: list[list[float]]
@@ -505,7 +516,7 @@ class ControlVector:
 
     def __init__(self, flags: Flags, used: BatchUsage, sizes: Sizes, context: RankContext) -> None:
         head = torch.tensor(
-            [flags.stop, flags.membership_changed, flags.finish, flags.step, *used],
+            [flags.stop, flags.membership_changed, flags.finish, False, flags.step, *used],
             dtype=torch.float64,
         )
         parts = Totals.number_of_parts(sizes.exact)
@@ -520,12 +531,15 @@ class ControlVector:
         self._alone = context.mesh.world.size == 1
         self._handle: int | None = None
 
-    def send(self, frozen: Sequence[bool] = ()) -> None:
+    def send(self, frozen: Sequence[bool] = (), news: bool = False) -> None:
         """Begin the all-reduce; `totals` must be complete.
 
         Args:
             frozen: whether each parameter is frozen; empty if unknown.
+            news: see ControlSums.
         """
+        if news:
+            self._vector[_NEWS] = 1.0
         if any(frozen):
             self._frozen.copy_(sent(torch.tensor(frozen), self._frozen.device))
         if not self._alone:
@@ -542,12 +556,12 @@ class ControlVector:
         values = self.totals.values.value()
         vector = torch.cat([self._vector[: sum(self._lengths[:2])], values.flatten()])
         host_values = iter(vector.tolist())  # the step's first wait for the device
-        stops, changes, finishes, steps, *counts = islice(host_values, self._lengths[0])
+        stops, changes, finishes, news, steps, *counts = islice(host_values, self._lengths[0])
         used = BatchUsage(*map(int, counts))
         frozen = [*islice(host_values, self._lengths[1])]
         rows = [[*islice(host_values, values.shape[1])] for _ in range(3)]
         statistics = self.totals.statistics.value()
-        return ControlSums(stops, changes, finishes, steps, used, rows, frozen, statistics)
+        return ControlSums(stops, changes, finishes, news, steps, used, rows, frozen, statistics)
 
 
 @dataclass(frozen=True)

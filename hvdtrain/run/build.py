@@ -16,6 +16,7 @@ from hvdtrain.data.loader import Loading, StepLoader, TrainLoader, has_own_order
 from hvdtrain.data.order import describe
 from hvdtrain.data.stream import StreamLoader
 from hvdtrain.engine.accumulate import Accumulate, Passes
+from hvdtrain.engine.changing_buffers import ChangingBuffers
 from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.engine.local_steps import LocalSteps
@@ -238,6 +239,8 @@ def build_loop(
         components.strategy.norm(context.device),
     )
     script = optional(components.task, "script_state")
+    if script is not None:
+        passes.changing = ChangingBuffers(state.model, passes.buffers)
     # In a script with its own loop, only the script can compute a gradient.
     every = (config.integrity.replay_every or 0) if actions is not None and script is None else 0
     topology = context.mesh.topology
@@ -270,6 +273,7 @@ def build_loop(
             rate,
             resolved.samples_of,
             resolved.epoch_samples,
+            config.seed,
         ),
         LocalSteps(step, exchange, config.train.steps, context)
         if isinstance(exchange, LocalSgd)

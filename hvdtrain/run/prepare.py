@@ -30,7 +30,7 @@ from hvdtrain.runtime.device import (
 from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.phases import PhaseTimer, cuda_event
-from hvdtrain.tasks import Datasets, Task
+from hvdtrain.tasks import Datasets, Task, optional
 from hvdtrain.telemetry.exporter import Exporter
 
 # Optimizers that multiply matrices, sum along them or use bitsandbytes: on CUDA, these choose
@@ -91,8 +91,7 @@ class Prepared:
             digest: digest of the configuration.
         """
         size, fingerprint = self.resolved.epoch_samples, self.datasets.fingerprint
-        optimizer = self.config.optim.name
-        rounded = rounding(self.device, optimizer == "muon", optimizer in _BY_GPU)
+        rounded = rounding(self.device, *_kernels(self.task, self.config))
         name = self.precision.name
         return Identity(self.device.type, digest, size, fingerprint, name, rounded)
 
@@ -118,6 +117,16 @@ class Prepared:
         else:
             self._exported.follow(exchange)
         return self.exporter
+
+
+def _kernels(task: Task, config: Config) -> tuple[bool, bool]:
+    """Whether the optimizer multiplies matrices, and whether its kernels depend on the GPU."""
+    script = optional(task, "script_state")
+    if script is None:
+        return config.optim.name == "muon", config.optim.name in _BY_GPU
+    # What an optimizer of another package computes is unknown.
+    elementwise = script.has_elementwise_optimizer()
+    return not elementwise, not elementwise
 
 
 def prepare_environment(config: Config) -> None:

@@ -43,6 +43,7 @@ import torch
 
 from hvdtrain import log
 from hvdtrain.config import Settings
+from hvdtrain.data.config import BatchConfig
 from hvdtrain.elastic import watchdog
 from hvdtrain.elastic.membership import (
     LostError,
@@ -175,6 +176,11 @@ class Session:
     def device(self) -> torch.device:
         """Device of this process; known inside the loop."""
         return self._prepared.device
+
+    @property
+    def batch(self) -> BatchConfig:
+        """Sizes of a step and of a micro-batch; known inside the loop."""
+        return self._prepared.config.batch
 
     def _start_watchdog(self, settings: Settings) -> KeptWatchdog | None:
         if environment.launched_size() in (None, 1) and not environment.elastic():

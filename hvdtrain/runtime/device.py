@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -232,6 +233,15 @@ def seed_all(*key: int) -> None:
         torch.cuda.manual_seed_all(seed)
     np.random.seed(first)
     random.seed(seed)
+
+
+def random_state() -> tuple[Any, ...]:
+    """States of the generators that `seed_all` seeds; equal ones give the same numbers."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    of_torch = [state.numpy().tobytes() for state in (torch.get_rng_state(), *devices)]
+    of_numpy: Any = np.random.get_state()
+    _, words, *place = of_numpy
+    return of_torch, words.tobytes(), place, random.getstate()
 
 
 @contextmanager

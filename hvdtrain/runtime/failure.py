@@ -82,8 +82,26 @@ def force_exit(code: int) -> NoReturn:
     os._exit(code)
 
 
+_left_mpi = False
+
+
+def check_not_left_mpi() -> None:
+    """Check that this process has not left MPI, which cannot start twice in a process.
+
+    Raises:
+        UserError: it has.
+    """
+    if _left_mpi:
+        raise UserError(
+            "a second run began in a process whose first run has ended, but MPI cannot be started "
+            "twice: start one mpirun for each run, or start this script with horovodrun --gloo"
+        )
+
+
 def leave_horovod(seconds: float = _SHUTDOWN_SECONDS) -> None:
     """Shut Horovod down; wait for `seconds` at most, as it waits for the other ranks."""
+    global _left_mpi
+    _left_mpi = _left_mpi or bool(hvd.is_initialized() and hvd.mpi_enabled())
     leaving = threading.Thread(target=hvd.shutdown, daemon=True)
     leaving.start()
     leaving.join(seconds)

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from hvdtrain.config import Config
 from hvdtrain.elastic.status import Identity
+from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.errors import UserError
 from hvdtrain.optim.config import OptimConfig
+from hvdtrain.optim.several import SeveralOptimizers
 from hvdtrain.run import start_checks
 from hvdtrain.run.prepare import Prepared
 from hvdtrain.runtime import device
@@ -192,6 +195,7 @@ def _identity(name: str, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> Ide
     config = Config(optim=OptimConfig(name=optimizer))  # type: ignore[arg-type]
     prepared: Any = SimpleNamespace(
         config=config,
+        task=None,
         device=CUDA,
         precision=SimpleNamespace(name="float32"),
         resolved=SimpleNamespace(epoch_samples=9),
@@ -220,6 +224,34 @@ def test_unlike_gpus_are_refused_with_optimizers_that_depend_on_them(
     if refused:
         assert "the GPU here is NVIDIA H100 80GB HBM3, but the GPU of a is NVIDIA A100" in why
         assert "Use one model of GPU" in why and "MKL" not in why
+
+
+@pytest.mark.parametrize(
+    ("named", "products"),
+    [
+        ({"": torch.optim.AdamW}, False),
+        ({"": torch.optim.Muon}, True),
+        ({"a": torch.optim.Muon, "b": torch.optim.AdamW}, True),
+        ({"": "SOAP"}, True),
+    ],
+)
+def test_products_are_compared_if_the_optimizer_of_a_script_may_multiply(
+    named: dict[str, Any], products: bool
+) -> None:
+    if "SOAP" in named.values():
+        named = {"": pytest.importorskip("pytorch_optimizer").SOAP}
+    optimizers = {n: kind([nn.Parameter(torch.ones(4, 4))], lr=0.1) for n, kind in named.items()}
+    own = SeveralOptimizers(optimizers) if len(optimizers) > 1 else optimizers[""]
+    prepared: Any = SimpleNamespace(
+        config=Config(),
+        task=SimpleNamespace(script_state=ScriptState(own)),
+        device=CPU,
+        precision=SimpleNamespace(name="float32"),
+        resolved=SimpleNamespace(epoch_samples=9),
+        datasets=SimpleNamespace(fingerprint="f"),
+    )
+    expected = device.rounding(CPU, products=products, by_gpu=products)
+    assert Prepared.identity(prepared, "digest").rounding == expected
 
 
 @pytest.mark.parametrize("key", [(1234, 3, 0, 3), (0, 0, 0), (2**40 + 7, 5, 1)])

@@ -329,6 +329,106 @@ def test_iterable_dataset_gives_one_curve_and_resumes(tmp_path: Path) -> None:
     assert len(curve(tmp_path / "whole")) == 12
 
 
+DRAWS = "random_numbers.py"
+
+
+def drawn(directory: Path) -> list[tuple[object, ...]]:
+    names = ("step", "loss", "grad_norm", "validation_loss", "again", "drawn")
+    return [tuple(line.get(name) for name in names) for line in runs.metrics(directory)]
+
+
+@pytest.mark.parametrize("launcher", ["mpirun:2", "gloo:3"])
+def test_random_numbers_of_a_step_are_the_same_on_any_ranks(tmp_path: Path, launcher: str) -> None:
+    one = train(tmp_path, "one", DRAWS, "", *EXACT)
+    assert train(tmp_path, "more", DRAWS, launcher, *EXACT) == one
+    assert drawn(tmp_path / "more") == drawn(tmp_path / "one")
+    evaluations = [line[3:] for line in drawn(tmp_path / "one") if line[3] is not None]
+    assert all(loss == again for loss, again, _ in evaluations)
+    assert len({number for _, _, number in evaluations}) == len(evaluations) == 4
+
+
+def test_resumed_run_draws_the_numbers_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole = train(tmp_path, "whole", DRAWS, "", *EXACT)
+    train(tmp_path, "parts", DRAWS, "gloo:2", *EXACT, "--train.duration", "7")
+    assert train(tmp_path, "parts", DRAWS, "", *EXACT) == whole
+    assert drawn(tmp_path / "parts") == drawn(tmp_path / "whole")
+
+
+def test_evaluation_that_draws_for_a_share_is_named_once(tmp_path: Path) -> None:
+    argv = [*FLAGS, "--run.root", str(tmp_path), "--run.id", "a"]
+    command = [warm.python(1, PRELOAD), str(SCRIPTS / DRAWS)]
+    env = {"HVDTRAIN_TEST_WHOLE": ""}
+    done = runs.start(tmp_path / "output", argv, "", env, command).wait(SECONDS)
+    assert done.returncode == 0, done
+    assert (done.stdout + done.stderr).count("the function draws random numbers") == 1, done
+
+
+BUFFERS = "changing_buffers.py"
+
+
+def buffers(directory: Path) -> list[tuple[object, ...]]:
+    names = ("step", "loss", "grad_norm", "buffers")
+    return [tuple(line.get(name) for name in names) for line in runs.metrics(directory)]
+
+
+@pytest.mark.parametrize("model", ["spectral", "observed", "mean", "counter", "codebook"])
+def test_buffers_of_forward_passes_are_the_same_on_any_ranks(tmp_path: Path, model: str) -> None:
+    if model == "codebook":
+        pytest.importorskip("vector_quantize_pytorch")
+    env = {"HVDTRAIN_TEST_MODEL": model}
+    whole = train(tmp_path, "whole", BUFFERS, "", *EXACT, env=env)
+    more = ["--train.replica_check_every", "3"]
+    train(tmp_path, "parts", BUFFERS, "gloo:3", *EXACT, *more, "--train.duration", "7", env=env)
+    assert train(tmp_path, "parts", BUFFERS, "mpirun:2", *EXACT, *more, env=env) == whole
+    assert buffers(tmp_path / "parts") == buffers(tmp_path / "whole")
+    assert len({line[3] for line in buffers(tmp_path / "whole")}) == 12, "they change"
+
+
+@pytest.mark.parametrize("model", ["lost", "attribute"])
+def test_changing_buffer_that_is_not_saved_is_named(tmp_path: Path, model: str) -> None:
+    argv = [*FLAGS, *EXACT, "--run.root", str(tmp_path), "--run.id"]
+    command = [warm.python(3, PRELOAD), str(SCRIPTS / BUFFERS)]
+    env = {"HVDTRAIN_TEST_MODEL": model}
+    for launcher in ("", "gloo:3"):
+        argv_of = [*argv, launcher[:4] or "one"]
+        done = runs.start(tmp_path / "output", argv_of, launcher, env, command).wait(SECONDS)
+        assert done.returncode == 0, done
+        text = done.stdout + done.stderr
+        assert text.count("2.mean, which the model's state_dict() does not have") == 1, done
+    assert buffers(tmp_path / "gloo") == buffers(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [("object", "training.state['queue']"), ("buffer", "the buffer 1.running_mean")],
+)
+def test_what_a_script_computes_differently_on_each_rank_is_named(
+    tmp_path: Path, what: str, named: str
+) -> None:
+    argv = [*FLAGS, "--train.replica_check_every", "2", "--run.root", str(tmp_path)]
+    command = [warm.python(2, PRELOAD), str(SCRIPTS / "different_state.py")]
+    env = {"HVDTRAIN_TEST_WHAT": what}
+    done = runs.start(tmp_path / "output", argv, "gloo:2", env, command).wait(SECONDS)
+    assert done.returncode == 1, done
+    assert f"step 2: {named} differs between 2 groups of ranks" in done.stderr, done
+    assert "the script computes it differently on each rank" in done.stderr, done
+
+
+@pytest.mark.parametrize("launcher", ["gloo:2", "mpirun:2"])
+def test_second_run_of_a_process_trains_or_is_refused(tmp_path: Path, launcher: str) -> None:
+    argv = [*FLAGS, "--run.root", str(tmp_path)]
+    command = [warm.python(2, PRELOAD), str(SCRIPTS / "two_runs.py")]
+    done = runs.start(tmp_path / "output", argv, launcher, None, command).wait(SECONDS)
+    assert len(curve(tmp_path / "first")) == 12
+    if launcher == "gloo:2":
+        assert done.returncode == 0, done
+        assert curve(tmp_path / "second") == curve(tmp_path / "first")
+    else:
+        assert done.returncode == 2, done
+        assert "MPI cannot be started twice" in done.stderr, done
+        assert "MPI_FINALIZE" not in done.stderr, done
+
+
 @pytest.mark.parametrize("launcher", ["gloo:2", "mpirun:2"])
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_block_that_one_rank_leaves_out_ends_all_ranks(

@@ -2,25 +2,35 @@
 
 All ranks apply the same update to bitwise identical values, so their parameters and optimizer state
 stay bitwise identical: a rank that differs has been damaged (a bit flip in memory, a defect of a
-core or a device). Buffers are not compared: a task may keep buffers that differ between ranks.
+core or a device). In a script with its own loop, the script may also have computed its state or a
+buffer differently on each rank, and messages name what differs. Buffers of tasks are not compared:
+a task may keep buffers that differ between ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from hvdtrain.engine.integrity import DIGEST_BYTES, ShardHash, TensorHash
 from hvdtrain.engine.loop import Callback, Loop, StepRecord
-from hvdtrain.engine.state import RunState, state_hash
+from hvdtrain.engine.script_state import ScriptState
+from hvdtrain.engine.state import ModelState, RunState, state_hash
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
-from hvdtrain.runtime.collectives import AgreedError, gather_bytes
+from hvdtrain.runtime.collectives import AgreedError, gather_bytes, gather_json
 from hvdtrain.runtime.mesh import Grid, Topology
 
 _NOT_SAVED = (
     "this state was not saved: start again with the same run.id to resume from the newest "
     "checkpoint, on other hosts if it happens again"
 )
+_COMPUTED = (
+    "the script computes it differently on each rank: let all ranks write the same, such as values "
+    "of step.result or training.evaluate"
+)
+_WEIGHTS = "parameters or optimizer state"
 
 
 class ReplicaCheck(Callback):
@@ -52,6 +62,7 @@ class ReplicaCheck(Callback):
         self._emit = emit
         self._hash = TensorHash()
         self._shard_hash = ShardHash(state.sharded, self._hash) if state.sharded else None
+        self._script = next((part for part in state.parts if isinstance(part, ScriptState)), None)
         self._identical = state.progress.step  # latest step after which all ranks were identical
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
@@ -65,38 +76,44 @@ class ReplicaCheck(Callback):
             return
         step = loop.progress.step
         own = self._shard_hash.own() if self._shard_hash else b""
-        gathered = gather_bytes(self._digest() + own, "replicas")
-        digests = [theirs[:DIGEST_BYTES] for theirs in gathered]
+        buffers = self._hash(self._buffers()) if self._script else b""
+        gathered = gather_bytes(self._digest() + buffers + own, "replicas")
+        length = DIGEST_BYTES + len(buffers)
+        digests = [theirs[:length] for theirs in gathered]
         if self._grid.replica_size > 1:
             record["state_hash"] = self._of_all_parts(digests, loop.topology, step)
             self._identical = step
             return
         if self._shard_hash is not None:
-            differing = self._shard_hash.differing([theirs[DIGEST_BYTES:] for theirs in gathered])
+            differing = self._shard_hash.differing([theirs[length:] for theirs in gathered])
             if differing:
                 message = _parts_differ(differing, loop.topology, step, self._identical)
                 raise AgreedError(message, EXIT_CRASH, 0)
         majority = largest_group(digests)
         if majority is None:
-            raise AgreedError(
-                _no_majority(digests, loop.topology, step, self._identical), EXIT_CRASH, 0
-            )
+            what = self._what_differs()
+            message = _no_majority(what, digests, loop.topology, step, self._identical)
+            raise AgreedError(message, EXIT_CRASH, 0)
         damaged = [r for r in range(loop.topology.world_size) if r not in majority]
         if damaged:
-            self._heal(majority[0], keep_buffers=loop.topology.rank in majority)
+            what = self._what_differs()
+            intact = loop.topology.rank in majority
+            self._heal(majority[0], keep_buffers=intact and self._script is None)
             record["healed"] = damaged
             logger.warning(
-                "step %d: parameters or optimizer state of %s differed from the other ranks' and "
-                "were healed from %s; gradients of the steps since %d may have been wrong",
+                "step %d: %s of %s differed from the other ranks' and "
+                "were healed from %s; gradients of the steps since %d may have been wrong%s",
                 step,
+                what,
                 _names(damaged, loop.topology),
                 _names(majority[:1], loop.topology),
                 self._identical,
+                "" if what == _WEIGHTS else f"; {_COMPUTED}",
             )
             self._emit("healed", step=step, ranks=damaged)
         self._identical = step
         whole = self._shard_hash.whole(self._state.compared()) if self._shard_hash else None
-        record["state_hash"] = (whole or digests[majority[0]]).hex()
+        record["state_hash"] = (whole or digests[majority[0]][:DIGEST_BYTES]).hex()
 
     def _of_all_parts(self, digests: Sequence[bytes], topology: Topology, step: int) -> str:
         """Return the hash of the whole state, if the holders of each shard agree.
@@ -119,6 +136,22 @@ class ReplicaCheck(Callback):
     def _digest(self) -> bytes:
         return self._hash(self._state.compared())
 
+    def _buffers(self) -> dict[str, Tensor]:
+        return ModelState(self._state.model).buffers()
+
+    def _what_differs(self) -> str:
+        """Name what differs between the ranks; every rank calls it."""
+        if self._script is None:
+            return _WEIGHTS
+        others = [part for part in self._state.parts if part is not self._script]
+        weights = {f"{p.name}/{name}": t for p in others for name, t in p.compared().items()}
+        named = {_WEIGHTS: weights, **self._script.by_name()}
+        named |= {f"the buffer {name}": {name: tensor} for name, tensor in self._buffers().items()}
+        own = {name: self._hash(tensors).hex() for name, tensors in named.items()}
+        theirs = gather_json(own, "replicas.parts")
+        found = [name for name in own if len({digests.get(name) for digests in theirs}) > 1]
+        return ", ".join(found) or _WEIGHTS
+
     def _heal(self, root: int, keep_buffers: bool) -> None:
         """Broadcast `root`'s state to all ranks; undamaged ranks keep their own buffers."""
         buffers = list(self._state.model.buffers()) if keep_buffers else []
@@ -140,13 +173,16 @@ def largest_group(digests: Sequence[bytes]) -> list[int] | None:
     return None if others and len(others[0]) == len(largest) else largest
 
 
-def _no_majority(digests: Sequence[bytes], topology: Topology, step: int, identical: int) -> str:
+def _no_majority(
+    what: str, digests: Sequence[bytes], topology: Topology, step: int, identical: int
+) -> str:
     groups = {d: [r for r, other in enumerate(digests) if other == d] for d in digests}
     groups_text = "; ".join(_names(ranks, topology) for ranks in groups.values())
+    verb = "differ" if what == _WEIGHTS or ", " in what else "differs"
     return (
-        f"step {step}: parameters or optimizer state differ between {len(groups)} groups of ranks "
+        f"step {step}: {what} {verb} between {len(groups)} groups of ranks "
         f"({groups_text}) and no group is the largest, so the correct state is unknown (they were "
-        f"identical after step {identical}); {_NOT_SAVED}"
+        f"identical after step {identical}); {_NOT_SAVED if what == _WEIGHTS else _COMPUTED}"
     )
 
 

@@ -1,0 +1,201 @@
+"""Buffers that a script's forward passes change, other than BatchNorm's running statistics.
+
+Codebooks, observers of quantizers, the vectors of a spectral norm, running means, counters: their
+changes cannot be averaged in general, so each step keeps those of one micro-batch, the last of the
+global batch. Each micro-batch begins with the values before the step, and after the exchange the
+rank of the last micro-batch sends its values to the others. The values are therefore the same on
+all ranks, and for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # private, see tasks/sync_batchnorm.py
+
+from hvdtrain.errors import UserError
+from hvdtrain.log import logger
+from hvdtrain.runtime.collectives import broadcast_tensors, gather_json
+from hvdtrain.runtime.mesh import Topology
+
+if TYPE_CHECKING:
+    from hvdtrain.engine.accumulate import SavedBuffers
+
+Place = tuple[nn.Module, str]
+
+
+class ChangingBuffers:
+    """Find the buffers that change, and give all ranks the same values after each step.
+
+    In its first step a rank compares the values of all buffers, and of tensors that are plain
+    attributes of modules. The ranks agree on those that have changed. From then on only these are
+    copied and sent. If another one is written later, torch's version counters tell, without waiting
+    for the device, and its values are compared in the next step.
+
+    Args:
+        model: what is trained.
+        saved: its saved buffers; others that change are added, so that a failed step restores them.
+    """
+
+    def __init__(self, model: nn.Module, saved: SavedBuffers) -> None:
+        self._model, self._saved = model, saved
+        self._places: dict[str, Place] | None = None  # by name, from the first step on
+        self._shared: dict[str, list[Any]] = {}  # agreed: shapes and dtypes
+        self._found: dict[str, list[Any]] = {}  # by this rank, since the ranks have agreed
+        self._suspects: set[str] = set()  # to be compared in the next step
+        self._constant: set[str] = set()  # written, with the same values
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}  # tensors, and copies of their values
+        self._versions: dict[str, tuple[Tensor, int]] = {}
+        self._agreed = False
+
+    @property
+    def news(self) -> bool:
+        """Whether this rank wants the ranks to `agree` in this step."""
+        return (self._places is not None and not self._agreed) or bool(self._found)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Note the values before the micro-batches of a step."""
+        if self._places is None:
+            self._places = _places_of(self._model)
+        if not self._places:
+            return
+        now = {name: getattr(*place, None) for name, place in self._places.items()}
+        compared = {*self._shared, *self._suspects} if self._agreed else now.keys()
+        self._before, self._versions = {}, {}
+        for name, tensor in now.items():
+            if not isinstance(tensor, Tensor):
+                continue
+            if name in compared:
+                self._before[name] = tensor, tensor.detach().clone()
+            elif name not in self._constant:
+                self._versions[name] = tensor, tensor._version
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Return to the values before the step, between two micro-batches."""
+        self.look()
+        for name in (*self._shared, *self._found):
+            if name in self._before:
+                self._set(name, *self._before[name])
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Find what a micro-batch has changed."""
+        if not self._places:
+            return
+        for name, (tensor, value) in self._before.items():
+            if name in self._shared or name in self._found:
+                continue
+            now = getattr(*self._places[name], None)
+            if not isinstance(now, Tensor) or now.requires_grad or now.shape != value.shape:
+                continue  # computed anew in each forward pass
+            if not _same(now, value):
+                self._found[name] = [list(now.shape), str(now.dtype).removeprefix("torch.")]
+                self._saved.add(self._places[name], tensor, value)
+            elif name in self._suspects:
+                self._constant.add(name)
+        for name, (tensor, version) in self._versions.items():
+            now = getattr(*self._places[name], None)
+            if now is not tensor or tensor._version != version:
+                self._suspects.add(name)
+
+    def agree(self, topology: Topology) -> None:
+        """Agree with the other ranks on the buffers that change; all ranks call it.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        new: dict[str, list[Any]] = {}
+        for found in gather_json(self._found, "buffers.changing"):
+            new |= {name: found[name] for name in found.keys() - self._shared.keys() - new.keys()}
+        self._shared |= new
+        self._suspects -= self._shared.keys()
+        self._found.clear()
+        self._agreed = True
+        if new and topology.rank == 0:
+            self._tell(sorted(new))
+
+    def _tell(self, names: list[str]) -> None:
+        saved = self._model.state_dict().keys()
+        logger.info(
+            "forward passes change %s: each step keeps the values after its last micro-batch, on "
+            "all ranks (docs/own-loops.md)",
+            ", ".join(names),
+        )
+        if lost := [name for name in names if name not in saved]:
+            logger.warning(
+                "forward passes change %s, which the model's state_dict() does not have: a resumed "
+                "run begins with the initial values. To keep them, make them buffers: "
+                "module.register_buffer(name, value)",
+                ", ".join(lost),
+            )
+
+    @torch.no_grad()
+    def share(self, root: int, topology: Topology) -> None:
+        """Replace the values of the agreed buffers by those of rank `root`; all ranks call it.
+
+        Raises:
+            RankLostError: another rank is gone.
+            UserError: a buffer's shape has changed on rank `root`.
+        """
+        if not self._shared or topology.world_size == 1:
+            return
+        if self._places is None:
+            self._places = _places_of(self._model)
+        own = {name: getattr(*self._places[name]).detach() for name in sorted(self._shared)}
+        device = next(iter(own.values())).device
+        for name, (shape, dtype) in self._shared.items():
+            known = own[name]
+            if [*known.shape] == shape and known.dtype == getattr(torch, dtype):
+                continue
+            if topology.rank == root:
+                raise UserError(
+                    f"{name}: forward passes change its shape from {tuple(shape)} to "
+                    f"{tuple(known.shape)}: give the buffer its final shape before the loop"
+                )
+            own[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=known.device)
+        parts = [_bytes(tensor).to(device) for tensor in own.values()]
+        values = torch.cat(parts)
+        broadcast_tensors({"values": values}, "buffers", root)
+        if topology.rank == root:
+            return
+        received = values.split([len(part) for part in parts])
+        for (name, tensor), part in zip(own.items(), received, strict=True):
+            current = getattr(*self._places[name])
+            target = current if current.shape == tensor.shape else tensor
+            self._set(name, target, part.clone().view(tensor.dtype).view(tensor.shape))
+
+    def _set(self, name: str, tensor: Tensor, value: Tensor) -> None:
+        assert self._places is not None
+        tensor.copy_(value)
+        setattr(*self._places[name], tensor)
+
+
+def _places_of(model: nn.Module) -> dict[str, Place]:
+    """Buffers and plain tensor attributes, except those of BatchNorm, see BatchStatistics."""
+    return {
+        f"{prefix}.{name}" if prefix else name: (module, name)
+        for prefix, module in model.named_modules()
+        if not isinstance(module, _NormBase)
+        for name, tensor in _tensors_of(module)
+        if not tensor.requires_grad and not tensor.is_inference()
+    }
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+    yield from ((name, value) for name, value in vars(module).items() if isinstance(value, Tensor))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # A copy: a tensor of one element may have any stride, which `view` refuses.
+    return tensor.detach().reshape(-1).clone().view(torch.uint8)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether the bits are the same: equal NaNs are equal."""
+    return a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b).to(a.device))

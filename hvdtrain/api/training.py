@@ -341,7 +341,7 @@ class Training:
         """
         if self._steps is not None:
             raise UserError("a run has one loop: `for step in training` has begun already")
-        self._script.script_state.keep()
+        self._script.script_state.begin()
         self._steps = self._session.steps()
         while True:
             try:

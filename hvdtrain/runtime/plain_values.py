@@ -1,13 +1,14 @@
 """Plain values as tensors: state of users' objects in checkpoints, without pickling.
 
-Plain values are numbers, text, bytes, None, tensors, numpy arrays, and lists, tuples and dicts of
-them.
+Plain values are numbers, text, bytes, None, tensors and their dtypes, numpy arrays, and collections
+of them: lists, tuples, dicts, deques, and collections.Counter, OrderedDict and defaultdict.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,11 @@ from hvdtrain.errors import UserError
 
 _JSON = "json"
 _KIND = "__hvdtrain__"  # in JSON: what a dict stands for
+# Mappings that keep their type; any other becomes a dict.
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"Counter": Counter, "OrderedDict": OrderedDict}
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    factory.__name__: factory for factory in (int, float, str, list, dict, set)
+}
 
 
 def with_json(content: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -50,11 +56,17 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return [encode(item, name, tensors) for item in value]
     if isinstance(value, tuple):
         return {_KIND: "tuple", "items": [encode(item, name, tensors) for item in value]}
+    if isinstance(value, deque):
+        items = [encode(item, name, tensors) for item in value]
+        return {_KIND: "deque", "items": items, "most": value.maxlen}
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value) and _KIND not in value:
+        kind = _kind_of(value, name)
+        if not kind and all(isinstance(key, str) for key in value) and _KIND not in value:
             return {key: encode(item, name, tensors) for key, item in value.items()}
         pairs = [[encode(k, name, tensors), encode(v, name, tensors)] for k, v in value.items()]
-        return {_KIND: "dict", "items": pairs}
+        return {_KIND: "dict", "items": pairs, **kind}
+    if isinstance(value, torch.dtype):
+        return {_KIND: "dtype", "name": str(value).removeprefix("torch.")}
     if isinstance(value, bytes | bytearray):
         content = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0)
         return {**encode(content, name, tensors), _KIND: "bytes"}
@@ -83,9 +95,31 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[value["key"]].clone()
         case "tuple":
             return tuple(decode(item, tensors) for item in value["items"])
+        case "deque":
+            return deque([decode(item, tensors) for item in value["items"]], value["most"])
+        case "dtype":
+            return getattr(torch, value["name"])
         case "dict":
-            return {decode(k, tensors): decode(v, tensors) for k, v in value["items"]}
+            pairs = {decode(k, tensors): decode(v, tensors) for k, v in value["items"]}
+            if "factory" in value:
+                return defaultdict(_FACTORIES.get(value["factory"]), pairs)
+            return _MAPPINGS.get(value.get("type", ""), dict)(pairs)
     content = tensors[value["key"]].cpu().numpy().tobytes()
     if value[_KIND] == "bytes":
         return content
     return np.frombuffer(content, value[_KIND]).reshape(value["shape"]).copy()
+
+
+def _kind_of(value: Mapping[Any, Any], name: str) -> dict[str, Any]:
+    """Return what JSON has of a mapping's type; nothing for a dict."""
+    if isinstance(value, defaultdict):
+        factory = value.default_factory
+        known = next((text for text, one in _FACTORIES.items() if one is factory), None)
+        if known is None and factory is not None:
+            raise UserError(
+                f"{name} has a defaultdict of {factory}, which cannot be saved: use one of "
+                f"{', '.join(_FACTORIES)}"
+            )
+        return {"factory": known}
+    kind = type(value).__name__
+    return {"type": kind} if _MAPPINGS.get(kind) is type(value) else {}

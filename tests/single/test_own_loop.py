@@ -124,6 +124,7 @@ def test_each_mistake_ends_the_run_with_one_message(tmp_path: Path) -> None:
         "loop_left_early": "call training.finish()",
         "unknown_metric": "got the metrics ['accuracy']",
         "state_that_cannot_be_saved": "training.state['file'] has a TextIOWrapper",
+        "state_set_inside_the_loop": "training.state['best'] was set for the first time inside",
     }
     assert found.keys() == expected.keys()
     for name, text in expected.items():

@@ -16,6 +16,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.optim.several import SeveralOptimizers, parameters_of
 from hvdtrain.runtime.plain_values import decode, encode, json_of, with_json
 from hvdtrain.runtime.state_part import Scope
+from hvdtrain.runtime.tensor_shards import flattened
 
 
 class RegisteredObjects(MutableMapping[str, Any]):
@@ -176,7 +177,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> bytes:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-        digest.update(tensor.cpu().reshape(-1).clone().view(torch.uint8).numpy())
+        digest.update(flattened(tensor.cpu()).view(torch.uint8).numpy())
     return digest.digest()
 
 

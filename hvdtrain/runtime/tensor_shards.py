@@ -150,6 +150,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def flattened(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements, (n,) and in C order, in its own memory if it is contiguous.
+
+    A tensor with one element counts as contiguous with any stride, but cannot be viewed as bytes.
+    """
+    data = tensor.contiguous().view(-1)
+    return data if data.stride(0) == 1 else data.as_strided((data.numel(),), (1,))
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and saved buffers by name (not copies); a tied parameter has one name."""
     saved = model.state_dict()

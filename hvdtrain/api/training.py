@@ -220,9 +220,8 @@ class Training:
     Attributes:
         state: by name, what the script keeps from step to step in addition to model and optimizer.
             An object has state_dict() and load_state_dict(); anything else is a plain value.
-            Register all names before the loop; the script may keep other references to lists, dicts
-            and tensors, which are filled in place. The state is saved, sent to new ranks and compared
-            like the model.
+            Register all names before the loop; lists, dicts and tensors are restored in place. The
+            state is saved, sent to new ranks and compared like the model.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hvdtrain.runtime.plain_values import decode, encode, json_of, with_json
 from hvdtrain.runtime.state_part import Scope
+from hvdtrain.runtime.tensor_shards import difference
 
 
 class ExtraState:
@@ -52,6 +53,8 @@ class ExtraState:
     def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         """See StatePart."""
         tensors = saved[0] if saved else self._initial
+        if not difference(self.tensors(), tensors):
+            return
         content: dict[str, Any] = json_of(tensors)
         for name, state in content.items():
             if name in self.modules:

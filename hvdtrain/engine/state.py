@@ -34,7 +34,6 @@ from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
 from hvdtrain.runtime.mesh import ALONE, Group, Topology
-from hvdtrain.runtime.plain_values import JSON
 from hvdtrain.runtime.state_part import Saved, Scope, ShardedPart, StatePart
 from hvdtrain.runtime.tensor_shards import model_tensors
 from hvdtrain.untrusted import checked, is_of
@@ -293,8 +292,8 @@ class RunState:
             if not same:
                 tensors = _empty(layout, device)
             broadcast_tensors(tensors, part.name, root)
-            # Objects have their state in memory of their own, which `tensors` has copied.
-            if not same or any(key.endswith(JSON) for key in layout):
+            # Of objects with state_dict() the tensors may be copies.
+            if not same or isinstance(part, OptimizerState | ExtraState):
                 part.load([tensors])
         vars(self.progress).update(theirs["progress"])  # the loop holds this object
         self.applied.count = theirs["applied"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.optim import Optimizer
 from hvdtrain.errors import UserError
 from hvdtrain.optim.algorithms import USES_MUON, Lion, MuonAndAdamW, adamw_8bit, muon_parameters
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
-from hvdtrain.optim.state_dicts import members, rest_of, set_rest
+from hvdtrain.optim.state_dicts import check_restored, members, rest_of, set_rest
+from hvdtrain.runtime.tensor_shards import difference
 
 ParamGroup = dict[str, Any]
 # Keys that a task's parameter group may have.
@@ -137,7 +139,7 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter
 
 
 def state_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's own tensors (not copies), as "parameter name/entry", and the rest of its state.
+    """The optimizer's own tensors (not copies), as "parameter name/entry", and the rest.
 
     Empty before the first step: no placeholder state is created. Optimizers that are not torch's
     own have a rest, see state_dicts.py.
@@ -155,7 +157,7 @@ def state_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_state_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Replace the optimizer's state.
+    """Replace the optimizer's state; nothing is changed if it has this state already.
 
     For torch's own optimizers it does not use `Optimizer.load_state_dict`, which casts and may
     share memory with its argument; here every tensor keeps its dtype.
@@ -167,8 +169,11 @@ def set_state_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict[str,
     Raises:
         UserError: the optimizer does not restore it.
     """
+    now = partial(state_tensors, optimizer, model)
+    if not difference(now(), tensors):
+        return
     names = parameter_names(optimizer, model)
-    loaded = set_rest(optimizer, names, tensors, lambda: state_tensors(optimizer, model))
+    loaded = set_rest(optimizer, names, tensors)
     for member, one in members(optimizer).items():
         if member in loaded:
             continue
@@ -183,3 +188,4 @@ def set_state_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict[str,
                 state.setdefault(parameter, {})[entry] = placed
         one.state.clear()
         one.state.update(state)
+    check_restored(optimizer, now(), tensors)

@@ -6,17 +6,16 @@ optimizers. The rest, with references to these tensors, becomes JSON and further
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hvdtrain.errors import UserError
 from hvdtrain.optim.several import SeveralOptimizers
 from hvdtrain.runtime.plain_values import JSON, decode, encode, json_of, with_json
-from hvdtrain.runtime.tensor_shards import flattened
+from hvdtrain.runtime.tensor_shards import difference
 
 REST = "state_dict/"  # prefix of what is no tensor of a parameter; no parameter has this name
 _STRUCTURE = f"{REST}{JSON}"
@@ -34,7 +33,7 @@ def has_rest(optimizer: Optimizer) -> bool:
 
     torch's own optimizers have none, unless a script has added to it. They leave out None.
     """
-    if not type(optimizer).__module__.startswith(_OWN):
+    if not _is_own(optimizer):
         return True
     return any(
         not isinstance(key, Tensor)
@@ -45,8 +44,11 @@ def has_rest(optimizer: Optimizer) -> bool:
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
     """Whether an optimizer that is not torch's own defines state_dict() itself."""
-    kind = type(optimizer)
-    return not kind.__module__.startswith(_OWN) and kind.state_dict is not Optimizer.state_dict
+    return not _is_own(optimizer) and type(optimizer).state_dict is not Optimizer.state_dict
+
+
+def _is_own(optimizer: Optimizer) -> bool:
+    return f"{type(optimizer).__module__}.".startswith(_OWN)
 
 
 def check_no_rest(optimizer: Optimizer, what: str) -> None:
@@ -108,19 +110,15 @@ def set_rest(
     optimizer: Optimizer,
     names: Mapping[Tensor, str],
     tensors: Mapping[str, Tensor],
-    now: Callable[[], Mapping[str, Tensor]],
 ) -> set[str]:
     """Load the state of the members that have a rest; return their names.
-
-    Nothing is loaded if the optimizer has this state already.
 
     Args:
         names: names of the parameters.
         tensors: all of the optimizer's state.
-        now: returns all of its current state.
 
     Raises:
-        UserError: an optimizer's load_state_dict() does not restore what its state_dict() returned.
+        UserError: an optimizer's load_state_dict() refuses it.
     """
     ours = members(optimizer)
     if _STRUCTURE not in tensors:
@@ -128,30 +126,32 @@ def set_rest(
     content = json_of({JSON: tensors[_STRUCTURE]})
     if unknown := content.keys() - ours.keys():
         raise UserError(f"the checkpoint has the state of other optimizers: {sorted(unknown)}")
-    if _equal(now(), tensors):
-        return set(content)
-    by_name = {name: parameter for parameter, name in names.items()}
+    placed: dict[str, Tensor] = {name: parameter for parameter, name in names.items()}
+    device = next(iter(names)).device
+
+    def find(found: Mapping[str, Any]) -> Tensor:
+        key = found["key"]
+        if key not in placed:
+            placed[key] = tensors[key].to("cpu" if found["of"] == "cpu" else device)
+        return placed[key]
+
     for name, state in content.items():
-        one, placed = ours[name], dict[str, Tensor]()
-        device = next(iter(names)).device
-
-        def find(found: Mapping[str, Any], placed: dict[str, Tensor] = placed) -> Tensor:
-            key, of = found["key"], found["of"]
-            if of == _PARAMETER:
-                return by_name[key]
-            if key not in placed:
-                placed[key] = tensors[key].to("cpu" if of == "cpu" else device)
-            return placed[key]
-
-        _load(one, decode(state, {}, find))
-    wrong = _difference(now(), tensors)
-    if wrong:
-        kinds = " or ".join(sorted({type(ours[name]).__name__ for name in content}))
-        raise UserError(
-            f"{kinds}.load_state_dict() does not restore what state_dict() has returned ({wrong}): "
-            "a resumed run would differ, so this optimizer cannot be used"
-        )
+        _load(ours[name], decode(state, {}, find))
     return set(content)
+
+
+def check_restored(
+    optimizer: Optimizer, now: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> None:
+    """Raise UserError if the state of an optimizer with a rest is not what was loaded."""
+    wrong = difference(now, tensors) if _STRUCTURE in tensors else ""
+    if wrong:
+        what = "its numbers or options" if wrong == _STRUCTURE else wrong
+        names = {type(one).__name__ for one in members(optimizer).values() if has_rest(one)}
+        raise UserError(
+            f"{' or '.join(sorted(names))}.load_state_dict() does not restore what state_dict() "
+            f"returned ({what}): a resumed run would differ, so this optimizer cannot be used"
+        )
 
 
 def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -180,25 +180,3 @@ def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     }
     for key, value in state["state"].items():
         optimizer.state[numbered.get(key, key)] = value
-
-
-def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return not _difference(one, other)
-
-
-def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
-    """Name a tensor that differs in two states; empty if none does."""
-    for key in sorted(one.keys() | other.keys()):
-        if key not in one or key not in other or not _same_bits(one[key], other[key]):
-            return "numbers or options" if key == _STRUCTURE else key
-    return ""
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if one.device == other.device and one.data_ptr() == other.data_ptr():
-        return True
-    bits = [flattened(tensor).view(torch.uint8) for tensor in (one, other.to(one.device))]
-    return torch.equal(*bits)
-

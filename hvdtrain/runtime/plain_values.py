@@ -71,7 +71,7 @@ def encode(
         kind = _kind_of(value, name)
         if not kind and all(isinstance(key, str) for key in value) and _KIND not in value:
             return {key: encode(item, name, tensors, keep) for key, item in value.items()}
-        pairs = [[encode(k, name, tensors, keep), encode(v, name, tensors, keep)] for k, v in value.items()]
+        pairs = [[encode(one, name, tensors, keep) for one in pair] for pair in value.items()]
         return {_KIND: "dict", "items": pairs, **kind}
     if isinstance(value, torch.dtype):
         return {_KIND: "dtype", "name": str(value).removeprefix("torch.")}
@@ -100,11 +100,7 @@ def decode(
     Args:
         find: called for each tensor instead of copying it, with the result of `keep`.
     """
-    if find is None:
-
-        def find(found: Mapping[str, Any]) -> Tensor:
-            return tensors[found["key"]].clone()
-
+    find = find or (lambda found: tensors[found["key"]].clone())
     if isinstance(value, list):
         return [decode(item, tensors, find) for item in value]
     if not isinstance(value, dict):

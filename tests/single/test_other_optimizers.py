@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import bitsandbytes
 import prodigyopt
 import pytest
 import pytorch_optimizer as other
@@ -93,10 +94,11 @@ OPTIMIZERS: dict[str, Build] = {
     "SOAP": lambda p: other.SOAP(p, lr=0.1, precondition_frequency=2),
     "AdaFactor": lambda p: other.AdaFactor(p, lr=0.1),
     "AggMo": lambda p: other.AggMo(p, lr=0.1),
-    "ScalableShampoo": lambda p: other.ScalableShampoo(p, lr=0.1),
     "SimplifiedAdEMAMix": lambda p: other.SimplifiedAdEMAMix(p, lr=0.1),
     "A2Grad": lambda p: other.A2Grad(p),
     "Prodigy": lambda p: prodigyopt.Prodigy(p),
+    "bitsandbytes AdamW": lambda p: bitsandbytes.optim.AdamW(p, lr=0.1),
+    "bitsandbytes AdamW8bit": lambda p: bitsandbytes.optim.AdamW8bit(p, lr=0.1, min_8bit_size=16),
     "several": several,
 }
 
@@ -181,11 +183,15 @@ def test_optimizer_that_does_not_restore_its_state_is_refused() -> None:
 def test_state_that_cannot_be_carried_is_refused() -> None:
     state = state_of(0, Counted)
     train(state.model, state.optimizer, 0, 1)
-    with pytest.raises(UserError, match="Counted keeps 'total' as Tensor.*: sharding cannot be"):
+    with pytest.raises(UserError, match=r"Counted keeps 'global' as dict.*: sharding cannot be"):
         check_no_rest(state.optimizer, "sharding")
     state.optimizer.state[state.model[0].weight]["file"] = object()  # type: ignore[index]
     with pytest.raises(UserError, match=r"Counted.state_dict\(\) has a object"):
         state.capture()
+    shampoo = state_of(0, lambda p: other.ScalableShampoo(p, lr=0.1))
+    train(shampoo.model, shampoo.optimizer, 0, 1)
+    with pytest.raises(UserError, match=r"ScalableShampoo.state_dict\(\) has a PreConditioner"):
+        shampoo.capture()
 
 
 def test_checkpoint_of_tensors_alone_is_still_read() -> None:

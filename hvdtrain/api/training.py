@@ -46,6 +46,7 @@ from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.errors import UserError, crash
 from hvdtrain.log import logger
 from hvdtrain.optim.several import SeveralOptimizers
+from hvdtrain.optim.state_dicts import members
 from hvdtrain.run.prepare import prepare_environment
 from hvdtrain.run.session import Session
 from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json
@@ -245,8 +246,8 @@ class Training:
     Attributes:
         state: by name, what the script keeps from step to step in addition to model and optimizer.
             An object has state_dict() and load_state_dict(); anything else is a plain value.
-            Register all names before the loop. The state is saved, sent to new ranks and compared
-            like the model.
+            Register all names before the loop; lists, dicts and tensors are restored in place. The
+            state is saved, sent to new ranks and compared like the model.
     """
 
     def __init__(
@@ -376,8 +377,8 @@ class Training:
         if self._steps is not None:
             raise UserError("a run has one loop: `for step in training` has begun already")
         refuse_accumulation_hooks(self._script.model())
-        self._script.script_state.keep()
-        self._steps = self._session.steps()
+        self._script.script_state.begin()
+        self._steps, first = self._session.steps(), True
         while True:
             self._step = None
             try:
@@ -391,6 +392,25 @@ class Training:
                     raise SystemExit(self._code) from None
                 return
             yield self._step
+            if first and self.rank == 0:
+                self._warn_of_schedulers()
+            first = False
+
+    def _warn_of_schedulers(self) -> None:
+        optimizer = self._script.optimizer(self._script.model())
+        for name, one in members(optimizer).items():
+            # A private mark of torch, see tests/single/test_torch_private.py: without it there is
+            # no warning.
+            scheduled = hasattr(one.step, "_wrapped_by_lr_sched")
+            objects = [*self.state.values()]
+            objects += [a for value in objects for a in getattr(value, "__dict__", {}).values()]
+            if scheduled and not any(getattr(o, "optimizer", None) is one for o in objects):
+                log.logger.warning(
+                    "the optimizer%s has a scheduler that is not in training.state: after a resume "
+                    "its schedule would begin again; before the loop, set "
+                    'training.state["scheduler"] = scheduler',
+                    f" {name}" if name else "",
+                )
 
     @property
     def rank(self) -> int:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.runtime import heartbeat
-from hvdtrain.runtime.tensor_shards import ShardPosition
+from hvdtrain.runtime.tensor_shards import ShardPosition, flattened
 from hvdtrain.untrusted import is_of, open_regular, parse_json, shown
 
 _DTYPES = {
@@ -101,7 +101,7 @@ def _chunks(
     text += b" " * (-len(text) % _ALIGNMENT)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in names:
-        content = tensors[name].detach().contiguous().view(-1).view(torch.uint8)
+        content = flattened(tensors[name].detach()).view(torch.uint8)
         data = content.cpu().numpy().data
         for start in range(0, len(data), _CHUNK):
             yield data[start : start + _CHUNK]

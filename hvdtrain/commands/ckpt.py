@@ -189,8 +189,11 @@ def _write(checkpoint: Path, args: argparse.Namespace) -> Write | None:
     if args.format != "dcp":
         return None
     from hvdtrain.checkpoint.spread import read_part
+    from hvdtrain.optim.state_dicts import REST
 
-    return write_dcp(read_part(checkpoint, "optimizer") if args.optimizer else None)
+    tensors = read_part(checkpoint, "optimizer") if args.optimizer else {}
+    # Without hvdtrain's own form of what is no tensor of a parameter.
+    return write_dcp({name: t for name, t in tensors.items() if not name.startswith(REST)})
 
 
 def _export_to_huggingface(checkpoint: Path, args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.state_part import Saved
-from hvdtrain.runtime.tensor_shards import ShardPosition
+from hvdtrain.runtime.tensor_shards import ShardPosition, flattened
 
 # Words of a block: its products are 2 MiB, which fit into the caches of a core.
 _BLOCK = 1 << 18
@@ -238,7 +238,7 @@ def _block_sums(words: Tensor, weights: Tensor) -> Iterator[Tensor]:
 
 def _words(tensor: Tensor) -> Tensor:
     """Bits of a tensor as int32 of shape (n,), the last word padded with zeros."""
-    data = tensor.contiguous().view(-1)
+    data = flattened(tensor)
     if data.element_size() % 4:
         data = data.view(torch.uint8)
         data = torch.nn.functional.pad(data, (0, -len(data) % 4))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
@@ -12,6 +16,50 @@ from hvdtrain.errors import UserError
 from hvdtrain.optim.several import SeveralOptimizers, parameters_of
 from hvdtrain.runtime.plain_values import decode, encode, json_of, with_json
 from hvdtrain.runtime.state_part import Scope
+from hvdtrain.runtime.tensor_shards import flattened
+
+
+class RegisteredObjects(MutableMapping[str, Any]):
+    """`training.state`: objects by name; names are added and removed before the loop only.
+
+    Attributes:
+        closed: the loop has begun.
+    """
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Any] = {}
+        self.closed = False
+
+    def __getitem__(self, name: str) -> Any:
+        return self._objects[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.closed and name not in self._objects:
+            raise UserError(
+                f"training.state[{name!r}] was set for the first time inside the loop, where an "
+                "earlier step's state lacks it: set it before the loop, for example to None"
+            )
+        self._objects[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if self.closed:
+            raise UserError(
+                f"training.state[{name!r}] was removed inside the loop: set it to None instead"
+            )
+        del self._objects[name]
+
+    def __ior__(self, other: Mapping[str, Any]) -> RegisteredObjects:
+        self.update(other)
+        return self
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._objects)
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def __repr__(self) -> str:
+        return repr(self._objects)
 
 _ELEMENTWISE = (
     *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD),
@@ -31,8 +79,8 @@ class ScriptState:
 
     Attributes:
         parameters: of each of several optimizers, by its name; None: there is one.
-        objects: by name; each has state_dict() and load_state_dict(), or is a plain value: numbers,
-            text, None, and lists and dicts of them.
+        objects: by name; each has state_dict() and load_state_dict(), or is a plain value, see
+            runtime/plain_values.py.
         result: of the last step, see `Step.result`.
     """
 
@@ -44,9 +92,16 @@ class ScriptState:
         self.parameters: dict[str, list[Tensor]] | None = None
         if isinstance(optimizer, SeveralOptimizers):
             self.parameters = {name: parameters_of(o) for name, o in optimizer.by_name.items()}
-        self.objects: dict[str, Any] = {}
+        self.objects = RegisteredObjects()
         self.result: dict[str, float] = {}
         self._tensors: dict[str, Tensor] = {}
+        self._own: bytes | None = None  # digest of the objects' state, if nothing has changed it
+
+    def begin(self) -> None:
+        """Keep the state from before the loop; from now on its names are fixed."""
+        self.keep()
+        self.objects.closed = True
+        self._own = _digest(self._tensors)
 
     def has_elementwise_optimizer(self) -> bool:
         """Whether each element's update depends on that element alone, as far as is known."""
@@ -82,6 +137,9 @@ class ScriptState:
     def restore(self) -> None:
         """Give the result and the objects the state of the last `keep` or `load`.
 
+        Lists, dicts and tensors are filled in place, as the script may hold them under other names.
+        If the objects have this state already, because a new run begins, they are not touched.
+
         Raises:
             UserError: it has other objects than are registered.
         """
@@ -94,6 +152,9 @@ class ScriptState:
                 "objects before the loop"
             )
         self.result = content.get("result", {})  # older checkpoints have none
+        own, self._own = self._own, None
+        if own is not None and own == _digest(self._tensors):
+            return
         pairs = zip(self._optimizer.param_groups, content["groups"], strict=True)
         for group, saved in pairs:
             group.update(decode(saved, self._tensors))
@@ -102,7 +163,7 @@ class ScriptState:
             if _has_state(self.objects[name]):
                 self.objects[name].load_state_dict(value)
             else:
-                self.objects[name] = value
+                self.objects[name] = _filled(self.objects[name], value, set())
 
     def tensors(self) -> dict[str, Tensor]:
         """See StatePart: of the last `keep` or `load`."""
@@ -134,3 +195,42 @@ class ScriptState:
 
 def _has_state(value: object) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> bytes:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        digest.update(flattened(tensor.cpu()).view(torch.uint8).numpy())
+    return digest.digest()
+
+
+@torch.no_grad()
+def _filled(current: Any, value: Any, used: set[int]) -> Any:
+    """Return a value in the memory of the object that it replaces, if they are of one kind.
+
+    Args:
+        used: ids of objects that have been filled: an object may now be in several places.
+    """
+    if not isinstance(current, type(value)) or id(current) in used:
+        return value
+    used.add(id(current))
+    if isinstance(value, Tensor | np.ndarray):
+        if current.shape == value.shape and current.dtype == value.dtype:
+            current[...] = value
+            return current
+        return value
+    if type(current) is not type(value):
+        return value
+    if isinstance(value, list | deque):
+        items = [_filled(old, new, used) for old, new in zip(current, value, strict=False)]
+        items += [*value][len(items) :]
+        current.clear()
+        current.extend(items)
+        return current
+    if isinstance(value, dict):
+        items = {k: _filled(current[k], v, used) if k in current else v for k, v in value.items()}
+        current.clear()
+        current.update(items)
+        return current
+    return value

@@ -21,6 +21,7 @@ from hvdtrain.checkpoint.spread import open_part, to_current_names
 from hvdtrain.data.files import former_of
 from hvdtrain.data.order import SHUFFLED
 from hvdtrain.data.stream import StreamState
+from hvdtrain.engine.extra_state import ExtraState
 from hvdtrain.engine.integrity import ShardHash, TensorHash, whole_digest
 from hvdtrain.engine.loop import Callback, Loop, Progress, StepRecord
 from hvdtrain.engine.spikes import Rollback
@@ -28,6 +29,7 @@ from hvdtrain.engine.step import AppliedSteps
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
+from hvdtrain.optim.state_dicts import REST, has_rest, members
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
@@ -74,13 +76,20 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.applied = AppliedSteps(self.optimizer)
+        extra = ExtraState(self.model)
+        if self.spanned and extra.modules:
+            raise UserError(
+                f"the module {next(iter(extra.modules))!r} has get_extra_state(), which cannot be "
+                "saved for a model that spans ranks (parallel.*): use buffers instead"
+            )
         if self.spanned:
             self.parts = (*self.spanned, *self.further)
             return
         if isinstance(self.optimizer, ShardedOptimizer):
             self.sharded = ShardedOptimizerState(self.optimizer, self.model)
         optimizer = self.sharded or OptimizerState(self.optimizer, self.model)
-        self.parts = (ModelState(self.model), optimizer, *self.further)
+        of_model = (ModelState(self.model), *([extra] if extra.modules else ()))
+        self.parts = (*of_model, optimizer, *self.further)
 
     def of_scope(self, *scopes: Scope) -> list[StatePart]:
         return [part for part in self.parts if part.scope in scopes]
@@ -177,6 +186,13 @@ class RunState:
                 "versions of hvdtrain did not save it: the epoch is read again from its beginning",
                 progress.step,
             )
+        if ExtraState.name in parts and ExtraState.name not in saved:
+            parts.pop(ExtraState.name)
+            logger.warning(
+                "the checkpoint of step %d does not have what get_extra_state() of modules "
+                "returned, as older versions of hvdtrain did not save it: it begins again",
+                progress.step,
+            )
         if parts.keys() != saved.keys():
             raise UserError(
                 f"the checkpoint contains the state of {', '.join(saved)}, but this configuration "
@@ -249,9 +265,9 @@ class RunState:
             pairs = zip(_all_tensors(self.model), _all_tensors(model), strict=True) if model else ()
             for own, fresh in pairs:
                 own.copy_(fresh)
-        self.optimizer.state.clear()
-        for part in (*self.of_scope("sharded"), *self.further):
-            part.load(())
+        for part in self.parts:
+            if part.name != ModelState.name or part.scope == "sharded":
+                part.load(())
         self._advance_to(Progress())
 
     def broadcast(self, root: int = 0) -> None:
@@ -269,11 +285,16 @@ class RunState:
             "layouts": {part.name: _layout(part.tensors()) for part in parts},
         }
         theirs = broadcast_json(kept, "state", root)
+        device = next(self.model.parameters()).device
         for part in parts:
-            layout = theirs["layouts"][part.name]
-            if layout != kept["layouts"][part.name]:
-                part.load([_empty(layout)])
-            broadcast_tensors(part.tensors(), part.name, root)
+            layout, tensors = theirs["layouts"][part.name], part.tensors()
+            same = layout == kept["layouts"][part.name]
+            if not same:
+                tensors = _empty(layout, device)
+            broadcast_tensors(tensors, part.name, root)
+            # Of objects with state_dict() the tensors may be copies.
+            if not same or isinstance(part, OptimizerState | ExtraState):
+                part.load([tensors])
         vars(self.progress).update(theirs["progress"])  # the loop holds this object
         self.applied.count = theirs["applied"]
 
@@ -308,7 +329,11 @@ class ModelState:
 
 
 class OptimizerState:
-    """The replicated part "optimizer": "parameter name/entry"; empty before the first step."""
+    """The replicated part "optimizer": "parameter name/entry"; empty before the first step.
+
+    Optimizers that are not torch's own also have the rest of their state_dict(), see
+    optim/state_dicts.py.
+    """
 
     name = "optimizer"
     scope: Scope = "replicated"
@@ -316,6 +341,8 @@ class OptimizerState:
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self._optimizer = optimizer
         self._model = model
+        now = self.tensors() if any(map(has_rest, members(optimizer).values())) else {}
+        self._initial = {name: tensor.to("cpu", copy=True) for name, tensor in now.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         return state_tensors(self._optimizer, self._model)
@@ -324,9 +351,9 @@ class OptimizerState:
         return self.tensors()
 
     def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
-        [tensors] = saved
-        tensors = to_current_names(self._model)(tensors)
-        names = set(parameter_names(self._optimizer, self._model).values())
+        own = {name: tensor.clone() for name, tensor in self._initial.items()}
+        tensors = to_current_names(self._model)(saved[0]) if saved else own
+        names = {*parameter_names(self._optimizer, self._model).values(), REST.rstrip("/")}
         unknown = {key.rpartition("/")[0] for key in tensors} - names
         if unknown:
             raise UserError(f"the checkpoint's optimizer knows parameters {sorted(unknown)}")
@@ -402,14 +429,18 @@ class KeepCommonState(Callback):
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
-        name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()
+        name: [list(t.shape), str(t.dtype).removeprefix("torch."), t.device.type]
+        for name, t in tensors.items()
     }
 
 
-def _empty(layout: Mapping[str, Any]) -> dict[str, Tensor]:
+def _empty(layout: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """Return memory to receive tensors, on the CPU or on the model's device as on their sender."""
     return {
-        name: torch.empty(shape, dtype=getattr(torch, dtype))
-        for name, (shape, dtype) in layout.items()
+        name: torch.empty(
+            shape, dtype=getattr(torch, dtype), device="cpu" if kind == "cpu" else device
+        )
+        for name, (shape, dtype, kind) in layout.items()
     }
 
 

@@ -636,8 +636,12 @@ class Update:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the last update, as given to `prepare`, or of the first group."""
-        return self._lr if self._lr is not None else float(self._optimizer.param_groups[0]["lr"])
+        """Learning rate of the last update, as given to `prepare`, or of the first group.
+
+        NaN if the optimizer has none.
+        """
+        group = self._optimizer.param_groups[0]
+        return self._lr if self._lr is not None else float(group.get("lr", math.nan))
 
     def clear(self) -> None:
         """Drop the gradients of the previous step."""

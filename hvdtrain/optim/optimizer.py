@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 from hvdtrain.errors import UserError
 from hvdtrain.optim.algorithms import USES_MUON, Lion, MuonAndAdamW, adamw_8bit, muon_parameters
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
+from hvdtrain.optim.state_dicts import check_restored, members, rest_of, set_rest
+from hvdtrain.runtime.tensor_shards import difference
 
 ParamGroup = dict[str, Any]
 # Keys that a task's parameter group may have.
@@ -136,41 +139,53 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter
 
 
 def state_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's own tensors (not copies), as "parameter name/entry".
+    """The optimizer's own tensors (not copies), as "parameter name/entry", and the rest.
 
-    Empty before the first step: no placeholder state is created.
+    Empty before the first step: no placeholder state is created. Optimizers that are not torch's
+    own have a rest, see state_dicts.py.
 
     Raises:
-        TypeError: the optimizer's state has a value that is not a tensor.
+        UserError: the optimizer's state has a value that cannot be saved.
     """
-    tensors = {}
-    for parameter, name in parameter_names(optimizer, model).items():
-        for entry, value in optimizer.state.get(parameter, {}).items():
-            if value is None:
-                continue
-            if not isinstance(value, Tensor):
-                raise TypeError(f"{type(optimizer).__name__} keeps {entry} as {type(value)}")
-            tensors[f"{name}/{entry}"] = value
-    return tensors
+    names, tensors = parameter_names(optimizer, model), {}
+    for parameter, name in names.items():
+        entries = optimizer.state.get(parameter, {})
+        for entry, value in entries.items() if isinstance(entries, Mapping) else ():
+            if isinstance(value, Tensor):
+                tensors[f"{name}/{entry}"] = value
+    return {**tensors, **rest_of(optimizer, names, tensors)}
 
 
 def set_state_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Replace the optimizer's state.
+    """Replace the optimizer's state; nothing is changed if it has this state already.
 
-    Does not use `Optimizer.load_state_dict`, which casts and may share memory with its argument;
-    here every tensor keeps its dtype.
+    For torch's own optimizers it does not use `Optimizer.load_state_dict`, which casts and may
+    share memory with its argument; here every tensor keeps its dtype.
 
     Args:
         tensors: as returned by `state_tensors`; moved to their parameter's device, except step
             counts, which torch's optimizers keep on the CPU unless they are fused.
+
+    Raises:
+        UserError: the optimizer does not restore it.
     """
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    by_name = {name: p for p, name in parameter_names(optimizer, model).items()}
-    state: dict[Tensor, dict[str, Any]] = {}
-    for key, tensor in tensors.items():
-        name, _, entry = key.rpartition("/")
-        parameter = by_name[name]
-        placed = tensor if entry == "step" and not fused else tensor.to(parameter.device)
-        state.setdefault(parameter, {})[entry] = placed
-    optimizer.state.clear()
-    optimizer.state.update(state)
+    now = partial(state_tensors, optimizer, model)
+    if not difference(now(), tensors):
+        return
+    names = parameter_names(optimizer, model)
+    loaded = set_rest(optimizer, names, tensors)
+    for member, one in members(optimizer).items():
+        if member in loaded:
+            continue
+        fused = any(group.get("fused") for group in one.param_groups)
+        own = {names[p]: p for group in one.param_groups for p in group["params"]}
+        state: dict[Tensor, dict[str, Any]] = {}
+        for key, tensor in tensors.items():
+            name, _, entry = key.rpartition("/")
+            if name in own:
+                parameter = own[name]
+                placed = tensor if entry == "step" and not fused else tensor.to(parameter.device)
+                state.setdefault(parameter, {})[entry] = placed
+        one.state.clear()
+        one.state.update(state)
+    check_restored(optimizer, now(), tensors)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hvdtrain.errors import UserError
 from hvdtrain.optim.config import PrecisionConfig
 from hvdtrain.optim.loss_scale import LossScale
+from hvdtrain.optim.state_dicts import has_own_state_dict, members
 from hvdtrain.runtime.device import set_cuda_kernels
 
 BF16_PARAMS = "bf16-params"
@@ -95,6 +96,13 @@ def to_bfloat16(model: nn.Module) -> None:
             parameter.data = parameter.data.bfloat16()
 
 
+def _not_with_masters(optimizer: Optimizer, why: str) -> str:
+    return (
+        f"precision.name {BF16_PARAMS}: {type(optimizer).__name__} {why}, which could not be saved "
+        "with master weights; use precision.name bf16"
+    )
+
+
 # Master weights: 16-bit parameters whose optimizer updates float32 copies of them.
 
 _SHORT = (torch.float16, torch.bfloat16)
@@ -116,6 +124,9 @@ class MasterWeights(Optimizer):
     """
 
     def __init__(self, inner: Optimizer) -> None:
+        for one in members(inner).values():
+            if has_own_state_dict(one):
+                raise UserError(_not_with_masters(one, "has a state_dict() of its own"))
         super().__init__([{**group} for group in inner.param_groups], defaults={})
         self._inner = inner
         inner.state.clear()
@@ -138,6 +149,9 @@ class MasterWeights(Optimizer):
                     self._lend(parameter, master)
                     moved.append((parameter, master))
         self._inner.step()
+        further = [key for key in self._inner.state if not isinstance(key, Tensor)]
+        if further:
+            raise UserError(_not_with_masters(self._inner, f"keeps state[{further[0]!r}]"))
         for parameter, master in moved:
             self.state[parameter] = {**self._inner.state[master]}
             if master is not parameter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -11,8 +11,45 @@ from torch.optim import Optimizer
 from hvdtrain.errors import UserError
 
 
+class _States(MutableMapping[Tensor, Any]):
+    """The states of several optimizers by parameter; each optimizer keeps its own."""
+
+    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._owners: dict[Tensor, Optimizer] = {}
+
+    def _of(self, parameter: Tensor) -> Any:
+        if parameter not in self._owners:  # also after a wrapper has replaced parameters
+            own = [*self._optimizers.values()]
+            self._owners = {p: optimizer for optimizer in own for p in parameters_of(optimizer)}
+        return self._owners[parameter].state
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        state = self._of(parameter)
+        if parameter not in state:  # a defaultdict would add it
+            raise KeyError(parameter)
+        return state[parameter]
+
+    def __setitem__(self, parameter: Tensor, value: Any) -> None:
+        self._of(parameter)[parameter] = value
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        del self._of(parameter)[parameter]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers.values():
+            yield from (key for key in optimizer.state if isinstance(key, Tensor))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def clear(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.state.clear()
+
+
 class SeveralOptimizers(Optimizer):
-    """One optimizer of the parameter groups of several, which share its groups and state.
+    """One optimizer of the parameter groups of several; its state is a view of their states.
 
     Attributes:
         by_name: the optimizers.
@@ -34,9 +71,7 @@ class SeveralOptimizers(Optimizer):
                 owner[parameter] = name
         # `Optimizer` keeps these dicts, so a rate that is set in one is set in the other.
         super().__init__([g for o in self.by_name.values() for g in o.param_groups], {})
-        for optimizer in self.by_name.values():
-            self.state.update(optimizer.state)
-            optimizer.state = self.state
+        self.state = _States(self.by_name)  # type: ignore[assignment]
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Step each of them; parameters without a gradient are skipped."""

@@ -25,6 +25,7 @@ from hvdtrain.checkpoint.spread import SpreadPart, open_part
 from hvdtrain.errors import UserError
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
+from hvdtrain.optim.state_dicts import check_no_rest
 from hvdtrain.parallel.shards import Transfer
 from hvdtrain.runtime.collectives import ProcessSet, broadcast_json, broadcast_tensors, passing_set
 from hvdtrain.runtime.mesh import Mesh
@@ -125,6 +126,7 @@ class SpannedOptimizer(ShardedPart):
         self._saves = saves
 
     def saved(self) -> dict[str, Saved]:
+        check_no_rest(self._optimizer, "a model that spans ranks (parallel.*)")
         found, parameters = {}, self._parameters()
         for key, entry in state_tensors(self._optimizer, self._model).items():
             name = key.rpartition("/")[0]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.errors import UserError
+from hvdtrain.optim.state_dicts import check_no_rest
 from hvdtrain.parallel.shards import Interval, ShardMap
 from hvdtrain.runtime.collectives import gather_rows
 from hvdtrain.runtime.mesh import Topology
@@ -122,7 +123,11 @@ class ShardedOptimizer(Optimizer):
 
         They have the interval's length, except tensors without dimension, such as step counts,
         which are identical in all intervals of a parameter.
+
+        Raises:
+            UserError: the inner optimizer has other state.
         """
+        check_no_rest(self._inner, "parallel.shard.stage 1")
         return {
             i: {k: t for k, t in self._inner.state.get(p, {}).items() if isinstance(t, Tensor)}
             for i, p in self._slices.items()

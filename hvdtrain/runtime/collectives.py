@@ -24,6 +24,7 @@ from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.horovod import HorovodInternalError, hvd
 from hvdtrain.runtime.horovod import ProcessSet as ProcessSet
 from hvdtrain.runtime.mesh import Grid
+from hvdtrain.runtime.tensor_shards import flattened
 from hvdtrain.runtime.work import IDLE_TICKS, work
 
 # Another rank is gone, or cannot be reached: no rank starts a collective in this generation.
@@ -132,7 +133,7 @@ def broadcast_tensors(
     sent = []
     for key, tensor in sorted(tensors.items()):
         # As bytes: Horovod supports fewer dtypes than torch, for example no complex ones.
-        data = tensor.contiguous().view(-1).view(torch.uint8)
+        data = flattened(tensor).view(torch.uint8)
         handles = [
             hvd.broadcast_async_(piece, root, name=f"{name}.{key}.{number}", process_set=among)
             for number, piece in enumerate(data.split(size) if data.numel() else ())

@@ -150,6 +150,32 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def flattened(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements, (n,) and in C order, in its own memory if it is contiguous.
+
+    A tensor with one element counts as contiguous with any stride, but cannot be viewed as bytes.
+    """
+    data = tensor.contiguous().view(-1)
+    return data if data.stride(0) == 1 else data.as_strided((data.numel(),), (1,))
+
+
+def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
+    """Return the name of a tensor whose bits, shape or dtype differ; empty if there is none."""
+    for name in sorted(one.keys() | other.keys()):
+        if name not in one or name not in other or not _same(one[name], other[name]):
+            return name
+    return ""
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.device == other.device and one.data_ptr() == other.data_ptr():
+        return one.stride() == other.stride()
+    bits = [flattened(tensor).view(torch.uint8) for tensor in (one, other.to(one.device))]
+    return torch.equal(*bits)
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and saved buffers by name (not copies); a tied parameter has one name."""
     saved = model.state_dict()

@@ -7,6 +7,7 @@ from typing import get_args, get_type_hints
 
 import horovod.torch as hvd
 import pytest
+import pytorch_optimizer
 import torch
 from torch import nn
 
@@ -81,6 +82,33 @@ def test_resumed_state_of_rank_0_reaches_every_rank(topology: Topology, name: st
     assert state.progress == Progress(3, 24, 1, 0)
     _assert_bits(model_tensors(state.model), model_tensors(model))
     _assert_bits(state_tensors(state.optimizer, state.model), state_tensors(optimizer, model))
+
+
+@pytest.mark.parametrize("name", ["Lookahead", "SOAP"])
+def test_state_of_other_packages_optimizers_reaches_every_rank(
+    topology: Topology, name: str
+) -> None:
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        if name == "SOAP":
+            return pytorch_optimizer.SOAP(model.parameters(), lr=0.1)  # type: ignore[no-any-return]
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return pytorch_optimizer.Lookahead(inner, k=2)  # type: ignore[no-any-return]
+
+    expected = _model(3)
+    its_optimizer = build(expected)
+    _train(expected, its_optimizer, 3)
+    if topology.rank == 0:
+        model = _model(3)
+        optimizer = build(model)
+        _train(model, optimizer, 3)
+    else:
+        model = _model(topology.rank)
+        optimizer = build(model)
+    RunState(model, optimizer, Progress(), identity={}).broadcast()
+    for each in ((model, optimizer), (expected, its_optimizer)):
+        _train(*each, 3)
+    _assert_bits(model_tensors(model), model_tensors(expected))
+    _assert_bits(state_tensors(optimizer, model), state_tensors(its_optimizer, expected))
 
 
 def test_rank_that_is_a_step_behind_catches_up(topology: Topology) -> None:

@@ -71,6 +71,26 @@ def test_resumed_script_continues_as_if_it_had_not_ended(tmp_path: Path) -> None
     assert ended == whole, "the scheduler, the best loss and the number of evaluations"
 
 
+def test_wrapping_optimizer_schedule_and_extra_state_are_resumed(tmp_path: Path) -> None:
+    script = "other_parts.py"
+    whole = train(tmp_path, "whole", script, "", *EXACT)
+    train(tmp_path, "parts", script, "gloo:2", *EXACT, "--train.duration", "7")
+    ended = train(tmp_path, "parts", script, "", *EXACT)
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert len(curve(tmp_path / "whole")) == 12 and ended == whole
+
+
+@pytest.mark.parametrize("register", [False, True])
+def test_scheduler_that_is_not_registered_causes_one_warning(
+    tmp_path: Path, register: bool
+) -> None:
+    argv = [*FLAGS, "--run.root", str(tmp_path), *(["--register"] if register else [])]
+    command = [warm.python(2, PRELOAD), str(SCRIPTS / "unregistered.py")]
+    done = runs.start(tmp_path / "output", argv, "gloo:2", command=command).wait(SECONDS)
+    assert done.returncode == 0, done
+    assert done.stderr.count("a scheduler that is not in training.state") == (not register), done
+
+
 def test_one_rank_can_end_the_run_of_all(tmp_path: Path) -> None:
     train(tmp_path, "a", "regression.py", "gloo:2", env={"HVDTRAIN_TEST_FINISH": "4"})
     assert [line["step"] for line in runs.metrics(tmp_path / "a")] == [1, 2, 3, 4, 5, 6]
@@ -216,6 +236,7 @@ def test_each_mistake_ends_the_run_with_one_message(tmp_path: Path) -> None:
         "loop_left_early": "call training.finish()",
         "unknown_metric": "got the metrics ['accuracy']",
         "state_that_cannot_be_saved": "training.state['file'] has a TextIOWrapper",
+        "state_set_inside_the_loop": "training.state['best'] was set for the first time inside",
     }
     assert found.keys() == expected.keys()
     for name, text in expected.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.errors import UserError
 from hvdtrain.optim.several import SeveralOptimizers
 
+COUNTS = st.dictionaries(st.text(max_size=2) | st.integers(), st.integers(), max_size=3)
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 NESTED = st.recursive(
     PLAIN,
@@ -20,6 +22,10 @@ NESTED = st.recursive(
         st.lists(inner, max_size=3)
         | st.tuples(inner, inner)
         | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+        | st.builds(OrderedDict, st.dictionaries(st.text(max_size=3), inner, max_size=3))
+        | st.builds(deque, st.lists(inner, max_size=3), st.none() | st.just(5))
+        | st.builds(Counter, COUNTS)
+        | st.builds(lambda counts: defaultdict(int, counts), COUNTS)
     ),
     max_leaves=8,
 )
@@ -45,6 +51,87 @@ def test_plain_values_arrive_unchanged(values: dict[str, Any]) -> None:
     sent(one, other)
     assert other.objects == values
     assert repr(other.objects) == repr(one.objects), "1 is not True or 1.0"
+
+
+def sequential(owner: torch.optim.Optimizer) -> torch.optim.lr_scheduler.SequentialLR:
+    schedulers = torch.optim.lr_scheduler
+    parts = [
+        schedulers.LinearLR(owner, 0.1, total_iters=3),
+        schedulers.MultiStepLR(owner, [2, 4]),
+    ]
+    return schedulers.SequentialLR(owner, parts, milestones=[3])
+
+
+def test_schedule_of_milestones_continues_after_it_is_restored() -> None:
+    rates: list[list[float]] = [[], []]
+    owners = [optimizer(), optimizer()]
+    schedulers = [sequential(owner) for owner in owners]
+    states = [ScriptState(owner) for owner in owners]
+    for step in range(10):
+        for number in range(2 if step >= 2 else 1):
+            owners[number].step()
+            schedulers[number].step()
+            rates[number].append(owners[number].param_groups[0]["lr"])
+        if step == 1:
+            for state, scheduler in zip(states, schedulers, strict=True):
+                state.objects["scheduler"] = scheduler
+            sent(*states)
+    assert rates[1] == rates[0][2:] and len({*rates[0]}) > 4
+
+
+class Loaded:
+    """An object that counts how often its state is loaded."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loads += 1
+
+
+def test_new_run_writes_nothing_into_its_objects() -> None:
+    state, loaded, history = ScriptState(optimizer()), Loaded(), [1]
+    lr = state._optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    state.objects |= {"loaded": loaded, "history": history}
+    state.begin()
+    state.restore()
+    assert loaded.loads == 0 and state.objects["history"] is history
+    assert state._optimizer.param_groups[0]["lr"] is lr
+    history.append(2)  # in a step that is then repeated
+    state.restore()
+    assert loaded.loads == 1 and state.objects["history"] is history == [1]
+
+
+def test_lists_dicts_and_tensors_are_restored_in_place() -> None:
+    one, other = ScriptState(optimizer()), ScriptState(optimizer())
+    one.objects |= {"history": [1, 2, 3], "seen": {"a": [1]}, "queue": torch.arange(3.0)}
+    history, inner, queue = [7], list[int](), torch.zeros(3)
+    seen = {"a": inner, "b": [2]}
+    twice = [inner, inner]
+    one.objects["twice"] = [[1], [2]]
+    other.objects |= {"history": history, "seen": seen, "queue": queue, "twice": twice}
+    sent(one, other)
+    assert history == [1, 2, 3] and seen == {"a": [1]} and queue.tolist() == [0, 1, 2]
+    assert seen["a"] is inner == [1]
+    assert other.objects["twice"] == [[1], [2]], "an object that is there twice is filled once"
+    assert all(other.objects[name] is own for name, own in (("history", history), ("seen", seen)))
+
+
+def test_names_are_added_and_removed_before_the_loop_only() -> None:
+    state = ScriptState(optimizer())
+    state.objects["best"] = 1.0
+    state.begin()
+    state.objects["best"] = 2.0
+    for change in (
+        lambda: state.objects.update(worst=1.0),
+        lambda: state.objects.setdefault("worst", 1.0),
+        lambda: state.objects.pop("best"),
+    ):
+        with pytest.raises(UserError, match="inside the loop"):
+            change()
 
 
 def test_objects_tensors_and_learning_rates_arrive_bit_for_bit() -> None:

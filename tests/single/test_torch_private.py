@@ -54,6 +54,14 @@ def _run(code: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+def test_schedulers_still_mark_the_step_of_their_optimizer() -> None:
+    # Without the mark no warning says that a script's scheduler is not saved (api/training.py).
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
 def test_no_optimizer_imports_dynamo_with_the_stand_in() -> None:
     first = "from hvdtrain.runtime.lazy_dynamo import defer; defer()"
     assert _run(first + _OPTIMIZE) == "False"

@@ -234,6 +234,13 @@ def state_that_cannot_be_saved(training: Any, model: nn.Module, optimizer: Any) 
             _train(step, model)
 
 
+def state_set_inside_the_loop(training: Any, model: nn.Module, optimizer: Any) -> None:
+    for step in training:
+        with step:
+            _train(step, model)
+        training.state["best"] = step.result["loss"]
+
+
 def optimizer_with_closure(training: Any, model: nn.Module, optimizer: Any) -> None:
     raise AssertionError("training was given an optimizer that it cannot use")
 
@@ -267,6 +274,7 @@ MISTAKES: list[Loop] = [
     loop_left_early,
     unknown_metric,
     state_that_cannot_be_saved,
+    state_set_inside_the_loop,
 ]
 
 

@@ -18,6 +18,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
 x = torch.randn(256, 4, generator=torch.Generator().manual_seed(1))
 y = x.sum(1, keepdim=True)
+history: list[int] = []  # the script's own name for what it registers
 
 
 def validate() -> tuple[torch.Tensor, int]:
@@ -29,6 +30,7 @@ with hvdtrain.training(model, optimizer, [*zip(x, y, strict=True)], metrics=["ma
     training.state["scheduler"] = scheduler
     training.state["best"] = float("inf")
     training.state["evaluations"] = 0
+    training.state["history"] = history
     for step in training:
         with step:
             for inputs, wanted in step:
@@ -36,6 +38,7 @@ with hvdtrain.training(model, optimizer, [*zip(x, y, strict=True)], metrics=["ma
                 step.backward(error.square().mean(), mae=error.abs().mean())
         time.sleep(float(os.environ.get("HVDTRAIN_TEST_PACE", "0")))
         scheduler.step()
+        history.append(step.index)
         if training.rank == 0 and str(step.index) == os.environ.get("HVDTRAIN_TEST_FINISH"):
             training.finish()
         if step.index % 5 == 4:
@@ -45,4 +48,5 @@ with hvdtrain.training(model, optimizer, [*zip(x, y, strict=True)], metrics=["ma
             training.log(step, validation_loss=loss)
 kept = training.state
 if training.rank == 0:
-    print("END", kept["best"], kept["evaluations"], optimizer.param_groups[0]["lr"])
+    assert history == [*range(len(history))] == kept["history"]
+    print("END", kept["best"], kept["evaluations"], optimizer.param_groups[0]["lr"], len(history))

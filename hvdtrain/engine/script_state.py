@@ -61,6 +61,7 @@ class RegisteredObjects(MutableMapping[str, Any]):
     def __repr__(self) -> str:
         return repr(self._objects)
 
+
 _ELEMENTWISE = (
     *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD),
     *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),

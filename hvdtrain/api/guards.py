@@ -46,7 +46,7 @@ class BackwardGuard:
             return self._scale(scaler, outputs)
 
         torch.autograd.backward = backward
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign, assignment]
 
     def remove(self) -> None:
         torch.autograd.backward = self._backward

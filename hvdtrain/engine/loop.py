@@ -209,7 +209,8 @@ class Step:
     The built-in loop calls `run`, which trains with the task's loss. A script with its own loop
     iterates over the step inside the block, which gives this rank's micro-batches, and calls
     `backward` once for each of them. When the iteration ends, each `parameter.grad` is the gradient
-    of the global batch, and the script may change it, on all ranks alike, until the block ends.
+    of the global batch, and the script may change it, identically on all ranks, in the rest of the
+    block.
 
     If a rank is lost inside the block, the block ends without an error. The parameters are as
     before the step, `done` is False, and the loop repeats the step on the surviving ranks. If a

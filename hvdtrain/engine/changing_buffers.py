@@ -9,8 +9,8 @@ all ranks, and for any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import broadcast_tensors, gather_json
 from hvdtrain.runtime.mesh import Topology
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.accumulate import SavedBuffers
 
 Place = tuple[nn.Module, str]
 
@@ -37,11 +34,12 @@ class ChangingBuffers:
 
     Args:
         model: what is trained.
-        saved: its saved buffers; others that change are added, so that a failed step restores them.
+        restore: called with the place, the tensor and a copy of its values before the step, so that
+            a failed step restores them.
     """
 
-    def __init__(self, model: nn.Module, saved: SavedBuffers) -> None:
-        self._model, self._saved = model, saved
+    def __init__(self, model: nn.Module, restore: Callable[[Place, Tensor, Tensor], None]) -> None:
+        self._model, self._restore = model, restore
         self._places: dict[str, Place] | None = None  # by name, from the first step on
         self._shared: dict[str, list[Any]] = {}  # agreed: shapes and dtypes
         self._found: dict[str, list[Any]] = {}  # by this rank, since the ranks have agreed
@@ -92,10 +90,10 @@ class ChangingBuffers:
                 continue
             now = getattr(*self._places[name], None)
             if not isinstance(now, Tensor) or now.requires_grad or now.shape != value.shape:
-                continue  # computed anew in each forward pass
+                continue  # each forward pass computes it
             if not _same(now, value):
                 self._found[name] = [list(now.shape), str(now.dtype).removeprefix("torch.")]
-                self._saved.add(self._places[name], tensor, value)
+                self._restore(self._places[name], tensor, value)
             elif name in self._suspects:
                 self._constant.add(name)
         for name, (tensor, version) in self._versions.items():

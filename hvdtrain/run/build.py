@@ -240,7 +240,7 @@ def build_loop(
     )
     script = optional(components.task, "script_state")
     if script is not None:
-        passes.changing = ChangingBuffers(state.model, passes.buffers)
+        passes.changing = ChangingBuffers(state.model, passes.buffers.add)
     # In a script with its own loop, only the script can compute a gradient.
     every = (config.integrity.replay_every or 0) if actions is not None and script is None else 0
     topology = context.mesh.topology

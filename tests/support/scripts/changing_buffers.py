@@ -82,7 +82,7 @@ with hvdtrain.training(model, optimizer, [*zip(x, y, strict=True)]) as training:
         with step:
             for inputs, wanted in step:
                 step.backward((model(inputs) - wanted).square().mean())
-        own = sum(float(value.double().nan_to_num().sum()) for value in model.buffers())
+        own = sum(float(value.detach().double().nan_to_num().sum()) for value in model.buffers())
         training.log(step, buffers=own)
 if training.rank == 0:
     print("END", own)

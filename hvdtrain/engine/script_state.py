@@ -202,7 +202,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> bytes:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-        digest.update(flattened(tensor.cpu()).view(torch.uint8).numpy())
+        digest.update(flattened(tensor.cpu()).view(torch.uint8).numpy().tobytes())
     return digest.digest()
 
 
@@ -230,8 +230,8 @@ def _filled(current: Any, value: Any, used: set[int]) -> Any:
         current.extend(items)
         return current
     if isinstance(value, dict):
-        items = {k: _filled(current[k], v, used) if k in current else v for k, v in value.items()}
+        filled = {k: _filled(current[k], v, used) if k in current else v for k, v in value.items()}
         current.clear()
-        current.update(items)
+        current.update(filled)
         return current
     return value

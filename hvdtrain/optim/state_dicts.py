@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.errors import UserError
@@ -68,7 +68,7 @@ def check_no_rest(optimizer: Optimizer, what: str) -> None:
 
 
 def rest_of(
-    optimizer: Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor]
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the rest of an optimizer's state; nothing if it has none.
 
@@ -85,7 +85,7 @@ def rest_of(
     known, more = {id(tensor): key for key, tensor in tensors.items()}, dict[str, Tensor]()
     parameters = {id(parameter): name for parameter, name in names.items()}
     device = next(iter(names)).device
-    states = []  # held: ids must stay unique
+    states: list[Any] = []  # held: ids must stay unique
 
     def keep(tensor: Tensor) -> dict[str, Any]:
         if id(tensor) in parameters:
@@ -108,7 +108,7 @@ def rest_of(
 
 def set_rest(
     optimizer: Optimizer,
-    names: Mapping[Tensor, str],
+    names: Mapping[nn.Parameter, str],
     tensors: Mapping[str, Tensor],
 ) -> set[str]:
     """Load the state of the members that have a rest; return their names.

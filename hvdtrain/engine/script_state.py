@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hvdtrain.engine.structure import ModelStructure
 from hvdtrain.errors import UserError
 from hvdtrain.optim.several import SeveralOptimizers, parameters_of
 from hvdtrain.runtime.plain_values import decode, encode, json_of, with_json
@@ -15,8 +16,8 @@ from hvdtrain.runtime.state_part import Scope
 
 
 class ScriptState:
-    """The replicated part "script": registered objects, the options of the optimizer's groups, and
-    the last step's result.
+    """The replicated part "script": registered objects, the options of the optimizer's groups, the
+    names of frozen parameters, and the last step's result.
 
     It is the state at the end of the last step's block. What the code after the block changes is
     not in it: after a failure or a resume that code is run again, from this state.
@@ -29,6 +30,7 @@ class ScriptState:
         objects: by name; each has state_dict() and load_state_dict(), or is a plain value: numbers,
             text, None, and lists and dicts of them.
         result: of the last step, see `Step.result`.
+        structure: of the model, whose frozen parameters are part of the state; None: unknown.
     """
 
     name = "script"
@@ -41,6 +43,7 @@ class ScriptState:
             self.parameters = {name: parameters_of(o) for name, o in optimizer.by_name.items()}
         self.objects: dict[str, Any] = {}
         self.result: dict[str, float] = {}
+        self.structure: ModelStructure | None = None
         self._tensors: dict[str, Tensor] = {}
 
     def keep(self) -> None:
@@ -58,7 +61,7 @@ class ScriptState:
             name: value.state_dict() if _has_state(value) else value
             for name, value in self.objects.items()
         }
-        content = {
+        content: dict[str, Any] = {
             "result": self.result,
             "groups": encode(groups, "the optimizer's groups", tensors),
             "objects": {
@@ -66,6 +69,8 @@ class ScriptState:
                 for name, state in states.items()
             },
         }
+        if self.structure is not None and self.structure.frozen() != self.structure.frozen_first:
+            content["frozen"] = self.structure.frozen()
         self._tensors = with_json(content, tensors)
 
     def restore(self) -> None:
@@ -86,6 +91,8 @@ class ScriptState:
         pairs = zip(self._optimizer.param_groups, content["groups"], strict=True)
         for group, saved in pairs:
             group.update(decode(saved, self._tensors))
+        if self.structure is not None:
+            self.structure.freeze({*content.get("frozen", self.structure.frozen_first)})
         for name, state in found.items():
             value = decode(state, self._tensors)
             if _has_state(self.objects[name]):

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
@@ -43,6 +44,7 @@ from hvdtrain.data.mixture import fingerprint_of
 from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.loop import OUTSIDE, Step, Value
 from hvdtrain.engine.script_state import ScriptState
+from hvdtrain.engine.structure import ModelStructure
 from hvdtrain.errors import UserError, crash
 from hvdtrain.log import logger
 from hvdtrain.optim.several import SeveralOptimizers
@@ -55,6 +57,7 @@ from hvdtrain.runtime.environment import forget_launcher, launched_size, process
 from hvdtrain.runtime.failure import abort_all_ranks, check_not_left_mpi, leave_horovod
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.user_errors import report
+from hvdtrain.runtime.wrappers import unwrapped
 from hvdtrain.tasks import Datasets, Task
 
 _SAMPLES = 1 << 40  # sample numbers of a run without a dataset
@@ -82,6 +85,7 @@ class Script:
     run_name: str
     script_state: ScriptState
     collate: Callable[[list[Any]], Any]
+    wrapped: nn.Module  # as the script calls it, see runtime/wrappers.py
     _model: nn.Module
     _optimizer: Optimizer
     _dataset: Dataset[Any]
@@ -96,7 +100,8 @@ class Script:
         collate: Callable[[list[Any]], Any] | None,
     ) -> Script:
         script = cls()
-        script._model, script._optimizer, script._dataset = model, optimizer, dataset
+        script.wrapped, script._model = model, unwrapped(model)
+        script._optimizer, script._dataset = optimizer, dataset
         several = optimizer.by_name if isinstance(optimizer, SeveralOptimizers) else ()
         script.run_name = Path(sys.argv[0]).stem or "script"
         script.metrics = (*(f"{name}_loss" for name in several), *metrics)
@@ -136,7 +141,8 @@ def training(
     rank's device. Rank 0's weights are sent to the others.
 
     Args:
-        model: what is trained.
+        model: what is trained; also in torch.compile's module or DataParallel, whose prefixes are
+            not part of the names in a checkpoint.
         optimizer: of torch, over the model's parameters. Its learning rate is the script's.
             Several by name, such as {"generator": g, "discriminator": d}: see `Step.backward`.
         dataset: map-style, of known length; None: the script makes its samples, and a step gives
@@ -269,6 +275,7 @@ class Training:
         self._watched: list[Any] = []  # with a zero_grad of this run
         self._hooks: list[Any] = []  # of the optimizers
         self._guard: BackwardGuard | None = None
+        self._optimizers: list[Optimizer] = []  # with an add_param_group of this run
         self._session: Session
         self.state = script.script_state.objects
 
@@ -293,13 +300,16 @@ class Training:
         for one in several.values():
             self._hooks.append(one.register_step_pre_hook(self._refuse_by_hand))
         # Not on their classes: other models and optimizers keep the usual method.
-        modules = self._script.model().modules()
+        modules = self._script.wrapped.modules()
         self._watched = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
         self._watched += several.values()
         for owner in self._watched:
             owner.zero_grad = _ZeroGrad(owner, self._in_block)
         self._guard = BackwardGuard(self._script.model(), lambda: self._step)
         self._guard.install()
+        self._optimizers += several.values()
+        for one in self._optimizers:
+            one.add_param_group = self._refuse_group  # type: ignore[method-assign]
         return self
 
     def __exit__(
@@ -353,6 +363,11 @@ class Training:
         for owner in self._watched:
             del owner.zero_grad
         self._watched.clear()
+        for optimizer in self._optimizers:
+            del optimizer.add_param_group
+        self._optimizers.clear()
+        if self._script.script_state.structure is not None:
+            self._script.script_state.structure.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -377,6 +392,7 @@ class Training:
         if self._steps is not None:
             raise UserError("a run has one loop: `for step in training` has begun already")
         refuse_accumulation_hooks(self._script.model())
+        self._script.script_state.structure = ModelStructure(self._script.model())
         self._script.script_state.begin()
         self._steps, first = self._session.steps(), True
         while True:
@@ -515,6 +531,13 @@ class Training:
                 "loss scale set precision.name fp16"
             )
 
+    def _refuse_group(self, *_: Any, **__: Any) -> None:
+        raise UserError(
+            "optimizer.add_param_group() was called after hvdtrain.training had begun, which has "
+            "the optimizer's parameters from its start: give the optimizer all parameters when it "
+            "is created; those that train later are frozen (requires_grad_(False)) until then"
+        )
+
     def _in_block(self) -> bool:
         return self._step is not None and self._step.open
 
@@ -542,6 +565,12 @@ def _interactive() -> bool:
 def _checked(model: object, optimizer: object) -> Optimizer:
     if not isinstance(model, nn.Module):
         raise UserError(f"training: model is a torch.nn.Module, not a {type(model).__name__}")
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) and module.process_group.size() > 1:
+            raise UserError(
+                "training: the model has a DistributedDataParallel, which would sum the gradients "
+                "a second time: remove it, the end of each step's block sums them"
+            )
     named: dict[str, Any] = dict(optimizer) if isinstance(optimizer, Mapping) else {"": optimizer}
     for one in named.values():
         if not isinstance(one, Optimizer):

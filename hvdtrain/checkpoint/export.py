@@ -16,6 +16,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.files import sync_directory
 from hvdtrain.untrusted import SMALL_FILE_BYTES, is_of, open_regular, parse_json, read_regular
 
+_COMPILED = "_orig_mod."  # as in runtime/wrappers.py, which imports torch
 # Writes weights, a file or tensors by name, into a directory.
 Write = Callable[[Path, "Path | Mapping[str, Any]"], None]
 
@@ -55,13 +56,15 @@ def export(
 
 
 def _weights(checkpoint: Path) -> Path | dict[str, Any]:
-    """Return the model file, or the assembled tensors if the ranks have saved shards."""
+    """Return the model file, or the tensors if ranks have saved shards or names have prefixes."""
     whole = checkpoint / MODEL
-    if whole.exists():
+    if whole.exists() and _COMPILED not in "".join(_header(whole)):
         return whole
     from hvdtrain.checkpoint.spread import read_part
+    from hvdtrain.runtime.wrappers import plain_names
 
-    return read_part(checkpoint, "model")
+    tensors = read_part(checkpoint, "model")
+    return plain_names(tensors, tensors)
 
 
 def averaged_weights(checkpoint: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from hvdtrain.checkpoint.layout import (
 )
 from hvdtrain.checkpoint.tensor_file import map_file, positions_of, unpack
 from hvdtrain.runtime.tensor_shards import ShardPosition, assemble, flat_range
+from hvdtrain.runtime.wrappers import plain_name, plain_names
 
 
 class SpreadPart:
@@ -61,11 +62,15 @@ class SpreadPart:
 
 
 def to_current_names(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """Return a function that renames tensors from older versions of the model to current names."""
+    """Return a function that gives tensors of a checkpoint the current names of the model.
+
+    They may be of an older version of the model, or of a model in a wrapper (runtime/wrappers.py).
+    """
     upgrade: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = getattr(
         model, "upgrade_checkpoint", dict
     )
-    return upgrade
+    own = [plain_name(name) for name, _ in model.named_parameters()]
+    return lambda tensors: upgrade(plain_names(tensors, own))
 
 
 def open_part(directory: Path, part: str, model: nn.Module | None = None) -> SpreadPart | None:

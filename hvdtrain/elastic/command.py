@@ -17,7 +17,10 @@ _VALUED_LONG = ("--check-hash-based-pycs",)
 
 
 # A script that uses hvdtrain.training, in whatever way it is imported.
-_OWN_LOOP = re.compile(r"^\s*(import|from)\s+hvdtrain\b", re.MULTILINE), re.compile(r"\btraining\b")
+_OWN_LOOP = (
+    re.compile(r"(^|[;:])\s*(from[ \t]+|import[ \t]([^\n;#]*[ \t,])?)hvdtrain\b", re.MULTILINE),
+    re.compile(r"\btraining\b"),
+)
 _SCRIPT_BYTES = 1 << 20
 
 

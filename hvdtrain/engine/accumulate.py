@@ -216,6 +216,7 @@ class RankPasses:
         interleaved = owner.interleaved
         self._together = min(interleaved.count if interleaved else 1, len(assignment))
         self._losses: list[Tensor] = []  # of forward passes whose backward pass has not begun
+        self._deferred: list[tuple[Tensor, Sequence[Tensor]]] = []  # see `backward_of_some`
         self._taken = self._done = 0
         self._during_forward = ExitStack()
 
@@ -277,15 +278,34 @@ class RankPasses:
         if self.watch is not None:
             self.watch.require_unchanged(BETWEEN_MICRO_BATCHES)
 
-    def backward_of_some(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Run a backward pass to some parameters, before `backward` runs the one to the others."""
-        enter = self._owner.context.timer.enter
+    def backward_of_some(
+        self, loss: Tensor, parameters: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> None:
+        """Run a backward pass to some parameters, before `backward` runs the one to the others.
+
+        If the loss also depends on `others`, the pass is deferred to `backward`: their loss may be
+        the same tensor, or share its graph, which a backward pass frees.
+        """
         self._check_turn()
-        enter("backward")
+        self._deferred.append((loss, parameters))
+        if not depends_on(loss, others):
+            self._run_deferred()
+
+    def _run_deferred(self, keep_graph: bool = False) -> None:
+        self._owner.context.timer.enter("backward")
         self._require_unchanged()
-        self.forward.scaled(loss).backward(inputs=[*parameters])
+        for loss, parameters in self._deferred:
+            self._backward(self.forward.scaled(loss), parameters, keep_graph)
+        self._deferred.clear()
         self._note()
-        enter("forward")
+        self._owner.context.timer.enter("forward")
+
+    def _backward(
+        self, loss: Tensor, parameters: Sequence[Tensor], keep_graph: bool = False
+    ) -> None:
+        inputs = [p for p in parameters if p.requires_grad]
+        if inputs:
+            loss.backward(inputs=inputs, retain_graph=keep_graph)
 
     def backward(self, values: Values, parameters: Sequence[Tensor] | None = None) -> None:
         """Count the values of the micro-batch that was taken last, and run its backward pass.
@@ -303,6 +323,12 @@ class RankPasses:
         owner.forward.add(self._totals.values, values)
         if context.mesh.counts:
             owner.statistics.collect(self._totals.statistics)
+        if self._deferred:
+            # One pass for all parameters that have the same loss.
+            same = [some for loss, some in self._deferred if loss is values.loss]
+            parameters = [p for some in (*same, parameters or ()) for p in some]
+            self._deferred = [one for one in self._deferred if one[0] is not values.loss]
+            self._run_deferred(keep_graph=True)
         self._losses.append(owner.forward.scaled(values.loss))
         del values
         if self.complete:
@@ -312,15 +338,30 @@ class RankPasses:
         # In the last backward pass, hooks of the exchange compress and send the gradients.
         if self.complete or self._done <= len(self._assignment) - self._together:
             context.timer.enter("backward")
-            if owner.interleaved is None:
-                inputs = None if parameters is None else [*parameters]
-                self._losses[0].backward(inputs=inputs)
-            else:
+            if owner.interleaved is not None:
                 owner.interleaved.backward(self._losses)
+            elif parameters is None:
+                self._losses[0].backward()
+            else:
+                self._backward(self._losses[0], parameters)
             self._losses.clear()  # free the graph: the next forward pass needs the memory
         self._note()
         context.timer.enter("data")
         context.heartbeat.beat(Activity.WORKING)
+
+
+def depends_on(loss: Tensor, parameters: Sequence[Tensor]) -> bool:
+    """Whether a backward pass of the loss can reach one of the parameters."""
+    searched, nodes, seen = {*parameters}, [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", None) in searched:  # of the node that accumulates a gradient
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 class StepTotals(NamedTuple):
@@ -518,9 +559,9 @@ def means(names: Sequence[str], sums: Sequence[Sequence[float]], batches: int) -
     for name, total, weight, pairs in zip(names, *sums, strict=True):
         if 0 < pairs < batches:
             raise AgreedError(
-                f"the task's loss() returned {name!r} as (sum, weight) for {pairs:.0f} and as a "
-                f"mean for {batches - pairs:.0f} of {batches} micro-batches whose average is "
-                "taken: return it in the same form for each",
+                f"{name!r} was (sum, weight) for {pairs:.0f} and a mean for {batches - pairs:.0f} "
+                f"of {batches} micro-batches whose average is taken: step.backward, or a task's "
+                "loss(), gives it in the same form for each",
                 EXIT_USER,
                 rank=0,
             )

@@ -234,7 +234,9 @@ class Step:
         self._batch = loop.progress.batch - done
         self._began = self.open = False
         self.updating = self.passing = False
-        self._found: dict[str, Value] = {}  # of a micro-batch, until its last backward pass
+        # Of a micro-batch, until its last backward pass: losses by optimizer, and metrics.
+        self._losses: dict[str, Tensor] = {}
+        self._metrics: dict[str, Value] = {}
         self._failure: Exception | None = None
         self._passes: RankPasses | None = None
         self._exchanged = False
@@ -349,25 +351,29 @@ class Step:
     def backward(self, loss: Value, *, optimizer: str | None = None, **metrics: Value) -> None:
         """Run the backward pass of the micro-batch that was taken last.
 
-        With several optimizers it is called once for each of them, and computes the gradients of
-        its parameters alone. All of them step at the end of the block.
+        With several optimizers and one loss for all parameters it is called once, without the name
+        of an optimizer. With several losses it is called once for each optimizer, and computes the
+        gradients of its parameters alone. All of them step at the end of the block.
 
         Args:
             loss: a scalar tensor, the mean over the micro-batch's samples; or (sum, weight), such
                 as the sum over its tokens and their number. The step's gradient is that of the mean
                 over the global batch.
-            optimizer: name of the optimizer, if there are several; the loss is then a mean.
+            optimizer: name of the optimizer, if there are several; the loss is then a mean. Losses
+                of different optimizers may be the same tensor, or share a graph.
             metrics: further values of the same form, averaged and logged.
 
         Raises:
             UserError: there is no such micro-batch or optimizer, a metric is missing or unknown, or
-                the loss is not a scalar that depends on a trained parameter.
+                the loss is not a scalar that depends on a trained parameter, or the model has
+                other layers or buffers than at the start of the loop.
         """
         if not self.open or self._passes is None:
             raise UserError(
                 "step.backward is called inside the step's block, once for each micro-batch: with "
                 "step: for batch in step: step.backward(loss)"
             )
+        self._loop.check_structure()
         loss = _scalar_loss(loss, optimizer)
         self.passing = True
         try:
@@ -377,35 +383,46 @@ class Step:
 
     def _backward(self, loss: Value, optimizer: str | None, metrics: dict[str, Value]) -> None:
         assert self._passes is not None
-        forward, several = self._passes.forward, self._loop.optimizers
-        parameters = None
-        if several is not None:
+        several, parameters, total = self._loop.optimizers, None, loss
+        if several is None:
+            if optimizer is not None:
+                raise UserError(
+                    f"step.backward: there is one optimizer, so none is called {optimizer}"
+                )
+        elif optimizer is None and not self._losses:
+            metrics = {**{f"{name}_loss": loss for name in several}, **metrics}
+        else:
             if optimizer not in several or not isinstance(loss, Tensor):
                 raise UserError(
                     f"step.backward got the optimizer {optimizer!r}: with several optimizers it is "
-                    f"step.backward(mean, optimizer=NAME), once for each of {', '.join(several)}"
+                    f"step.backward(mean, optimizer=NAME), once for each of {', '.join(several)}, "
+                    "or once without a name if all have the same loss"
                 )
-            parameters, name = several[optimizer], f"{optimizer}_loss"
-            if name in self._found:
+            parameters = several[optimizer]
+            if optimizer in self._losses:
                 raise UserError(f"step.backward was called twice for the optimizer {optimizer}")
-            self._found |= {name: loss.detach(), **metrics}
-            if sum(f"{other}_loss" in self._found for other in several) < len(several):
-                self._passes.backward_of_some(loss, parameters)
+            self._losses[optimizer] = loss
+            self._metrics |= metrics
+            missing = several.keys() - self._losses.keys()
+            if missing:
+                others = [p for name in missing for p in several[name]]
+                self._passes.backward_of_some(loss, parameters, others)
                 return
-            metrics, self._found = self._found, {}
-        elif optimizer is not None:
-            raise UserError(f"step.backward: there is one optimizer, so none is called {optimizer}")
+            losses, self._losses = self._losses, {}
+            metrics, self._metrics = self._metrics, {}
+            metrics |= {f"{name}_loss": losses[name].detach() for name in several}
+            # A loss that several optimizers have counts once.
+            different = {id(losses[name]): losses[name].detach() for name in several}
+            total = torch.stack([*different.values()]).sum()
+        forward = self._passes.forward
         if metrics.keys() != {*forward.names[1:]}:
             raise UserError(
                 f"step.backward got the metrics {sorted(metrics)}, but training(metrics=...) "
                 f"names {sorted(forward.names[1:])}"
             )
-        if several is None:
-            values = forward.values({"loss": loss, **metrics}, forward.names)
-        else:
-            losses = [torch.as_tensor(metrics[f"{name}_loss"]) for name in several]
-            found = forward.values({"loss": torch.stack(losses).sum(), **metrics}, forward.names)
-            values = found._replace(loss=torch.as_tensor(loss))
+        values = forward.values({"loss": total, **metrics}, forward.names)
+        if total is not loss:
+            values = values._replace(loss=torch.as_tensor(loss))
         self._passes.backward(values, parameters)
 
     def run(self) -> None:
@@ -591,6 +608,7 @@ class Loop:
         self.seed(self.progress.batch - done, STEP_SEED)
         yield step
         self.current = None
+        self.check_structure()
         try:
             step.check()
         except StepDiscarded as discarded:
@@ -630,6 +648,11 @@ class Loop:
         """
         if self._script is not None:
             seed_all(self._seed, batch, 0, kind)
+
+    def check_structure(self) -> None:
+        """Raise UserError if a script's model has other layers or buffers than at its start."""
+        if self._script is not None and self._script.structure is not None:
+            self._script.structure.check()
 
     # --- called by Step -----------------------------------------------------
 

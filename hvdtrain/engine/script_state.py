@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from hvdtrain.engine.structure import ModelStructure
 from hvdtrain.errors import UserError
 from hvdtrain.optim.several import SeveralOptimizers, parameters_of
 from hvdtrain.runtime.plain_values import decode, encode, json_of, with_json
@@ -69,8 +70,8 @@ _ELEMENTWISE = (
 
 
 class ScriptState:
-    """The replicated part "script": registered objects, the options of the optimizer's groups, and
-    the last step's result.
+    """The replicated part "script": registered objects, the options of the optimizer's groups, the
+    names of frozen parameters, and the last step's result.
 
     It is the state at the end of the last step's block. What the code after the block changes is
     not in it: after a failure or a resume that code is run again, from this state.
@@ -83,6 +84,7 @@ class ScriptState:
         objects: by name; each has state_dict() and load_state_dict(), or is a plain value, see
             runtime/plain_values.py.
         result: of the last step, see `Step.result`.
+        structure: of the model, whose frozen parameters are part of the state; None: unknown.
     """
 
     name = "script"
@@ -95,6 +97,7 @@ class ScriptState:
             self.parameters = {name: parameters_of(o) for name, o in optimizer.by_name.items()}
         self.objects = RegisteredObjects()
         self.result: dict[str, float] = {}
+        self.structure: ModelStructure | None = None
         self._tensors: dict[str, Tensor] = {}
         self._own: bytes | None = None  # digest of the objects' state, if nothing has changed it
 
@@ -125,7 +128,7 @@ class ScriptState:
             name: value.state_dict() if _has_state(value) else value
             for name, value in self.objects.items()
         }
-        content = {
+        content: dict[str, Any] = {
             "result": self.result,
             "groups": encode(groups, "the optimizer's groups", tensors),
             "objects": {
@@ -133,6 +136,8 @@ class ScriptState:
                 for name, state in states.items()
             },
         }
+        if self.structure is not None and self.structure.frozen() != self.structure.frozen_first:
+            content["frozen"] = self.structure.frozen()
         self._tensors = with_json(content, tensors)
 
     def restore(self) -> None:
@@ -159,6 +164,8 @@ class ScriptState:
         pairs = zip(self._optimizer.param_groups, content["groups"], strict=True)
         for group, saved in pairs:
             group.update(decode(saved, self._tensors))
+        if self.structure is not None:
+            self.structure.freeze({*content.get("frozen", self.structure.frozen_first)})
         for name, state in found.items():
             value = decode(state, self._tensors)
             if _has_state(self.objects[name]):

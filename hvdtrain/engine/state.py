@@ -26,6 +26,7 @@ from hvdtrain.engine.integrity import ShardHash, TensorHash, whole_digest
 from hvdtrain.engine.loop import Callback, Loop, Progress, StepRecord
 from hvdtrain.engine.spikes import Rollback
 from hvdtrain.engine.step import AppliedSteps
+from hvdtrain.engine.structure import GrowingBuffers
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
@@ -36,6 +37,7 @@ from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
 from hvdtrain.runtime.mesh import ALONE, Group, Topology
 from hvdtrain.runtime.state_part import Saved, Scope, ShardedPart, StatePart
 from hvdtrain.runtime.tensor_shards import model_tensors
+from hvdtrain.runtime.wrappers import plain_name
 from hvdtrain.untrusted import checked, is_of
 
 # Format 1 had no per-rank files, and other names in the GPT; it can still be read.
@@ -311,12 +313,13 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._growing = GrowingBuffers(model)
 
     def tensors(self) -> dict[str, Tensor]:
         return model_tensors(self._model)
 
     def compared(self) -> dict[str, Tensor]:
-        return {name: p.data for name, p in self._model.named_parameters()}
+        return {plain_name(name): p.data for name, p in self._model.named_parameters()}
 
     def buffers(self) -> dict[str, Tensor]:
         """Saved buffers."""
@@ -324,8 +327,9 @@ class ModelState:
         return {name: t for name, t in self.tensors().items() if name not in parameters}
 
     def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
-        [tensors] = saved
-        _copy(to_current_names(self._model)(tensors), self.tensors())
+        tensors = to_current_names(self._model)(saved[0])
+        self._growing.fit(tensors)
+        _copy(tensors, self.tensors())
 
 
 class OptimizerState:

@@ -171,6 +171,7 @@ class TrainStep:
         self._open: _OpenStep  # since `begin`
         self._watch: GradientWatch | None = None  # of a script, in its first step
         self._watched = False
+        self._scripted = False  # the caller computes the losses
         self._exposed = "comm_exposed" if context.mesh.world.size > 1 else "other"
         self._sizes = Sizes(
             len(passes.forward.names),
@@ -223,6 +224,7 @@ class TrainStep:
         """Return the passes of this step for a caller that computes the losses itself."""
         step, passes = self._open, self._passes
         assert isinstance(passes, Accumulate)
+        self._scripted = True
         if not self._watched:  # a script does the same in each step
             self._watch, self._watched = GradientWatch(self._exchange), True
         return passes.begin(
@@ -342,13 +344,29 @@ class TrainStep:
                 f"step {step + 1}: ranks disagree: sum of steps {sums.steps:.0f} (expected "
                 f"{step * ranks}), samples {sums.used.samples} (expected {samples})"
             )
+        if self._scripted:
+            self._check_frozen(sums, step)
         if self._buckets is not None and not sums.loss_pairs:
             raise AgreedError(
                 "batch.max_tokens makes micro-batches of different sizes, whose mean losses cannot "
-                "be averaged: the task's loss() must return the loss as (sum, number of tokens)",
+                "be averaged: step.backward, or a task's loss(), gives the loss as (sum, number of "
+                "tokens)",
                 EXIT_USER,
                 rank=0,
             )
+
+    def _check_frozen(self, sums: ControlSums, step: int) -> None:
+        """Raise AgreedError if a parameter is frozen on some ranks only."""
+        working = sum(count > 0 for count in self._open.assignment.counts)
+        for name, ranks in zip(self._exchange.trained.all_names, sums.frozen, strict=True):
+            if 0 < ranks < working:
+                raise AgreedError(
+                    f"step {step + 1}: the model's parameter {name} is frozen on {ranks:.0f} of "
+                    f"{working} ranks: freeze and unfreeze parameters in the same step on all "
+                    "ranks, for example by the step's index",
+                    EXIT_USER,
+                    rank=0,
+                )
 
     def _wait_for_all(
         self, step: int, ready: ReadyUpdate, commit: Callable[[], StepResult]

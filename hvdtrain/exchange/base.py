@@ -18,7 +18,8 @@ Where a gradient is compressed depends on the implementation, which build.py sel
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -127,7 +128,8 @@ class Exchange:
 class TrainedParameters:
     """Parameters of an optimizer, in the model's order: backward reaches them in reverse order.
 
-    A task may freeze parameters during a run (`requires_grad_(False)`) and unfreeze them again.
+    A task or a script may freeze parameters before or during a run (`requires_grad_(False)`) and
+    unfreeze them again.
     Their gradients are still sent, as zeros, so that no rank waits for another and sums are rounded
     as before the freezing. Then `drop_frozen` removes them, and the optimizer skips these
     parameters: no momentum, no weight decay.
@@ -154,15 +156,15 @@ class TrainedParameters:
         """Return which of `all_names` the task has frozen on this rank.
 
         Raises:
-            UnsupportedTaskError: the task unfroze a parameter that was frozen when it created the
-                model.
+            UnsupportedTaskError: a parameter was unfrozen that the optimizer does not have.
         """
         for name, parameter in self._unknown:
             if parameter.requires_grad:
                 raise UnsupportedTaskError(
-                    f"the model's parameter {name} was frozen when the task created the model, so "
-                    "the optimizer does not know it: let model() return it trainable, and freeze "
-                    "it in loss() until it should be trained"
+                    f"the model's parameter {name} was frozen when the run began, and the "
+                    "optimizer does not have it: give it to the optimizer when that is created. A "
+                    "frozen parameter may be in an optimizer; the built-in ones lack those that "
+                    "are frozen when a task's model() returns"
                 )
         frozen = {self.names[p] for p in self.in_order if not p.requires_grad}
         return [name in frozen for name in self.all_names]
@@ -175,6 +177,19 @@ class TrainedParameters:
         for parameter in self.in_order:
             if self.names[parameter] in names:
                 parameter.grad = None
+
+
+@contextmanager
+def trainable(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Make all parameters trainable inside the context: hooks need that of frozen ones, too."""
+    frozen = [p for p in parameters if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def gradient_buckets(parameters: Sequence[T], widening: int = 1) -> list[list[T]]:
@@ -256,7 +271,8 @@ class GradientHooks:
         self.first_complete_at: float | None = None
         # These hooks run before other hooks at the same node, and also if nothing is accumulated.
         # torch keeps neither nodes nor hooks alive.
-        self._nodes = [get_gradient_edge(p).node for p in parameters.in_order]
+        with trainable(parameters.in_order):
+            self._nodes = [get_gradient_edge(p).node for p in parameters.in_order]
         self._hooks = [
             node.register_prehook(partial(self._count, parameter))
             for node, parameter in zip(self._nodes, parameters.in_order, strict=True)

@@ -15,6 +15,7 @@ from hvdtrain.exchange.base import (
     HookResult,
     TrainedParameters,
     gradient_buckets,
+    trainable,
 )
 from hvdtrain.exchange.bucketed import flat_views, set_gradients
 from hvdtrain.exchange.wire import WIRES
@@ -56,13 +57,14 @@ class DenseExchange(Exchange):
         if self._memory is None:
             # Only used to exchange gradients: `optimizer` itself steps. Horovod would create a copy
             # of `optimizer` from its parameters alone, which does not work for every optimizer.
-            self._horovod = hvd.DistributedOptimizer(
-                torch.optim.SGD(self.parameters),
-                named_parameters=[(self.trained.names[p], p) for p in self.parameters],
-                compression=self._wire,
-                op=hvd.Sum,
-                groups=groups,
-            )
+            with trainable(self.parameters):
+                self._horovod = hvd.DistributedOptimizer(
+                    torch.optim.SGD(self.parameters),
+                    named_parameters=[(self.trained.names[p], p) for p in self.parameters],
+                    compression=self._wire,
+                    op=hvd.Sum,
+                    groups=groups,
+                )
         # Horovod's own hooks, which run after these, send a complete bucket.
         complete = self._memory.send if self._memory is not None else lambda bucket: None
         self._hooks = GradientHooks(self.trained, groups, self._on_gradient, complete)

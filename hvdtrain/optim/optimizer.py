@@ -17,6 +17,7 @@ from hvdtrain.optim.algorithms import USES_MUON, Lion, MuonAndAdamW, adamw_8bit,
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
 from hvdtrain.optim.state_dicts import check_restored, members, rest_of, set_rest
 from hvdtrain.runtime.tensor_shards import difference
+from hvdtrain.runtime.wrappers import plain_name
 
 ParamGroup = dict[str, Any]
 # Keys that a task's parameter group may have.
@@ -133,8 +134,8 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:
-    """The model's name of each parameter of the optimizer, in the optimizer's order."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    """The `plain_name` of each parameter of the optimizer, in the optimizer's order."""
+    names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
     return {p: names[p] for group in optimizer.param_groups for p in group["params"]}
 
 

@@ -33,6 +33,9 @@ def check_model(model: nn.Module) -> None:
         problem = _problem(parameter)
         if problem:
             raise UserError(f"the model's parameter {name} {problem}")
+    for name, buffer in model.named_buffers():
+        if is_lazy(buffer):
+            raise UserError(f"the model's buffer {name} {_problem(buffer)}")
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UserError(f"the model's parameter {name}.weight {SPARSE}")
@@ -42,7 +45,10 @@ def check_model(model: nn.Module) -> None:
 
 def _problem(parameter: Tensor) -> str:
     if is_lazy(parameter):
-        return "has no shape yet: run the model once in the task's model(), on a tensor of zeros"
+        return (
+            "has no shape yet: run the model once on a tensor of zeros before the optimizer is "
+            "created (in a task: in model())"
+        )
     if parameter.is_meta:
         return "is on the device meta, so it has no values: create the model on the CPU"
     if parameter.requires_grad and parameter.dtype not in DTYPES:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.runtime.wrappers import plain_name
 from hvdtrain.untrusted import is_of, shown
 
 _MOST_ELEMENTS = 1 << 62
@@ -177,8 +178,11 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and saved buffers by name (not copies); a tied parameter has one name."""
+    """Return parameters and saved buffers by `plain_name` (not copies).
+
+    A tied parameter has one name.
+    """
     saved = model.state_dict()
-    tensors = {name: p.data for name, p in model.named_parameters()}
-    tensors.update({name: b for name, b in model.named_buffers() if name in saved})
+    tensors = {plain_name(name): p.data for name, p in model.named_parameters()}
+    tensors.update({plain_name(name): b for name, b in model.named_buffers() if name in saved})
     return tensors

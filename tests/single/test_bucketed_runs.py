@@ -62,7 +62,7 @@ def test_resume_rejects_token_budget_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ("Averaged", "the task's loss() must return the loss as (sum, number of tokens)"),
+        ("Averaged", "a task's loss(), gives the loss as (sum, number of tokens)"),
         ("Plain", "the training data (Tensor) has no `lengths`"),
     ],
 )

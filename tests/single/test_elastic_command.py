@@ -51,6 +51,28 @@ def test_foreign_command_is_left_to_horovods_driver(command: str) -> None:
     assert not serves(shlex.split(command))
 
 
+OWN_LOOPS = [
+    "import hvdtrain\nhvdtrain.training()",
+    "import torch, hvdtrain\nhvdtrain.training()",
+    "import torch as t,hvdtrain as h, os\nh.training()",
+    "import torch; import hvdtrain\nhvdtrain.training()",
+    "if True:\n    from hvdtrain import training",
+]
+NO_OWN_LOOPS = [
+    "import my_hvdtrain\nmy_hvdtrain.training()",
+    "import torch  # not hvdtrain.training",
+    "# import hvdtrain for training",
+    "import os\nhvdtrain.training()",
+]
+
+
+@pytest.mark.parametrize("text", [*OWN_LOOPS, *NO_OWN_LOOPS])
+def test_script_with_its_own_loop_is_recognized(text: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    assert serves(["python", str(script)]) == (text in OWN_LOOPS)
+
+
 def test_script_can_request_hvdtrains_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDTRAIN_ELASTIC", "1")
     assert serves(["sh", "script.sh"])

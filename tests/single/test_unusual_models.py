@@ -25,8 +25,8 @@ LAUNCHERS = ["", "mpirun:2"]
 REFUSED = {
     "SparseGradient": "parameter table gets sparse gradients",
     "Reentrant": "received its gradient more than once in a backward pass",
-    "ThawedLate": "parameter bias was frozen when the task created the model",
-    "SometimesWeighted": "loss() returned 'loss' as (sum, weight) for ",
+    "ThawedLate": "parameter bias was frozen when the run began",
+    "SometimesWeighted": "'loss' was (sum, weight) for ",
     "StreamedShort": "the dataset _Rows ended after 35 samples, but its __len__() says 37",
 }
 

@@ -25,10 +25,15 @@ class _States(MutableMapping[Tensor, Any]):
         return self._owners[parameter].state
 
     def __getitem__(self, parameter: Tensor) -> Any:
-        state = self._of(parameter)
-        if parameter not in state:  # a defaultdict would add it
-            raise KeyError(parameter)
-        return state[parameter]
+        return self._of(parameter)[parameter]  # a defaultdict, as in torch: it adds an entry
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter in optimizer.state for optimizer in self._optimizers.values())
+
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        if parameter not in self:
+            return default
+        return self[parameter]
 
     def __setitem__(self, parameter: Tensor, value: Any) -> None:
         self._of(parameter)[parameter] = value

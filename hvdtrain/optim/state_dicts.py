@@ -96,7 +96,8 @@ def rest_of(
             states.append(tensor)
         key = known[id(tensor)]
         apart = tensor.device != device or key.endswith("/step")  # as torch's step counts
-        return {"key": key, "of": tensor.device.type if apart else _MODEL}
+        found = {"key": key, "of": tensor.device.type if apart else _MODEL}
+        return found if tensor.is_contiguous() else {**found, "order": _order(tensor)}
 
     content = {}
     for name, one in ours.items():
@@ -132,12 +133,23 @@ def set_rest(
     def find(found: Mapping[str, Any]) -> Tensor:
         key = found["key"]
         if key not in placed:
-            placed[key] = tensors[key].to("cpu" if found["of"] == "cpu" else device)
+            tensor = tensors[key].to("cpu" if found["of"] == "cpu" else device)
+            placed[key] = _in_order(tensor, found["order"]) if "order" in found else tensor
         return placed[key]
 
     for name, state in content.items():
         _load(ours[name], decode(state, {}, find))
     return set(content)
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Return the dimensions as they lie in memory: products of matrices round by it."""
+    return sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension))
+
+
+def _in_order(tensor: Tensor, order: list[int]) -> Tensor:
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(back)
 
 
 def check_restored(

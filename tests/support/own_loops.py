@@ -35,12 +35,12 @@ def train(root: Path, run: str, script: str, launcher: str = "", *flags: str, **
 
 
 def error(root: Path, run: str, script: str, launcher: str = "", *flags: str, **env: str) -> str:
-    """Run a script that is refused; return the message, the only one."""
+    """Run a script that is refused; return the message, which each rank may print."""
     done = start(root, run, script, launcher, *flags, **env)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done
-    found = re.findall(r"hvdtrain: error: (.*)", done.stderr)
+    found = {*re.findall(r"hvdtrain: error: (?:rank \d+ on \S+: )?(.*)", done.stderr)}
     assert len(found) == 1, done
-    return str(found[0])
+    return str(found.pop())
 
 
 def curve(directory: Path, *more: str) -> list[tuple[object, ...]]:

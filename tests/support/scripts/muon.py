@@ -36,5 +36,5 @@ with hvdtrain.training(model, optimizers, data, metrics=["mae"]) as training:
                         step.backward(loss, optimizer="adamw")
                     case "sum":
                         step.backward(loss, optimizer="muon", mae=mae)
-                        # Not mae: its signs cancel out, and AdamW would enlarge what rounding leaves.
+                        # Not mae: its signs cancel out, and AdamW enlarges rounding errors.
                         step.backward(error.pow(4).mean(), optimizer="adamw")

@@ -144,7 +144,8 @@ def set_rest(
 
 def _order(tensor: Tensor) -> list[int]:
     """Return the dimensions as they lie in memory: products of matrices round by it."""
-    return sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension))
+    sizes, strides = tensor.shape, tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda d: (sizes[d] == 1, -strides[d]))
 
 
 def _in_order(tensor: Tensor, order: list[int]) -> Tensor:

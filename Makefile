@@ -60,7 +60,7 @@ WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/p
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
-# With the options of the MPI that is installed. On a machine with GPUs, ranks use them only with GPU=nccl.
+# With the options of the MPI that is installed. Several ranks use GPUs only if GPU names operations.
 ON_CPUS = $(if $(filter none,$(GPU)),$(if $(filter-out 1,$(NP)),--runtime.device cpu))
 train: $(STAMPS)/horovod-$(GPU)
 	launcher="$(call MPIRUN,$(NP))" && $$launcher $(BIN)/python -m hvdtrain.train $(ON_CPUS) $(ARGS)

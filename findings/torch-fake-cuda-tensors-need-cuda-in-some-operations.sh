@@ -29,7 +29,8 @@ OPERATIONS = {
     "Linear": lambda: torch.nn.Linear(8, 8, device="cuda"),
 }
 if torch.version.cuda:
-    raise SystemExit("this Python got a torch with CUDA: use one for which pip has a build for CPUs")
+    print("not run: pip installed a build with CUDA; set its index to the builds for CPUs")
+    raise SystemExit(2)
 works, fails = [], []
 for name, operation in OPERATIONS.items():
     with FakeTensorMode():

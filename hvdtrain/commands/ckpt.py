@@ -192,7 +192,7 @@ def _write(checkpoint: Path, args: argparse.Namespace) -> Write | None:
     from hvdtrain.optim.state_dicts import REST
 
     tensors = read_part(checkpoint, "optimizer") if args.optimizer else {}
-    # Without hvdtrain's own form of what is no tensor of a parameter.
+    # Without the entries that are not tensors of a parameter, which have hvdtrain's own form.
     return write_dcp({name: t for name, t in tensors.items() if not name.startswith(REST)})
 
 

@@ -17,7 +17,7 @@ from hvdtrain.optim.several import SeveralOptimizers
 from hvdtrain.runtime.plain_values import JSON, decode, encode, json_of, with_json
 from hvdtrain.runtime.tensor_shards import difference
 
-REST = "state_dict/"  # prefix of what is no tensor of a parameter; no parameter has this name
+REST = "state_dict/"  # prefix of all entries that are not tensors of a parameter
 _STRUCTURE = f"{REST}{JSON}"
 _OWN = ("torch.optim.", "hvdtrain.")  # modules of optimizers whose state is tensors of parameters
 _PARAMETER, _MODEL = "parameter", "model"  # a parameter; a tensor on the model's device
@@ -63,7 +63,7 @@ def check_no_rest(optimizer: Optimizer, what: str) -> None:
             if value is not None and not (isinstance(key, Tensor) and isinstance(value, Tensor)):
                 raise UserError(
                     f"{type(optimizer).__name__} keeps {entry!r} as {type(value).__name__}, which "
-                    f"is no tensor of a parameter: {what} cannot be used with this optimizer"
+                    f"is not a tensor of a parameter: {what} cannot be used with this optimizer"
                 )
 
 

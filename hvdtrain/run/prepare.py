@@ -180,6 +180,8 @@ def _build_precision(config: Config, device: torch.device) -> Precision:
         UserError: the configuration excludes it.
     """
     precision = build_precision(config.precision, device)
+    if config.precision.name != "auto":
+        return precision
     chosen: Any = precision.name
     try:
         replace(config, precision=replace(config.precision, name=chosen))

@@ -17,7 +17,8 @@ class RuntimeConfig:
         threads: CPU threads per rank; 0 = OMP_NUM_THREADS if set, otherwise the host's cores
             divided by its ranks
         device: `auto` uses a GPU per rank if torch finds any, else CPUs; `cpu` uses CPUs. Ranks on
-            GPUs require a Horovod with operations on GPUs, unless there is only one
+            GPUs require a Horovod with operations on GPUs, unless there is only one in a run that
+            is not elastic
         standalone: ignore the launcher: each process is an independent run with its own run.id
     """
 

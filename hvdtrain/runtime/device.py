@@ -162,7 +162,8 @@ def use_deterministic_kernels(device: torch.device) -> None:
     """Use deterministic kernels; call it before the first computation on the device.
 
     If an operation has none, it prints a warning on a CPU and raises an error on CUDA, see
-    `without_kernel`: with warnings alone, attention's backward pass on CUDA is not deterministic.
+    `without_kernel`: with warnings alone, torch does not promise a deterministic backward pass of
+    attention on CUDA.
 
     https://docs.pytorch.org/docs/stable/notes/randomness.html
     """

@@ -1,6 +1,6 @@
 """Check hvdtrain on this machine's GPUs: `make gpu-check`, or `python3 -m tests.gpu.check`.
 
-Requires only a Python with torch. The parts, in the order in which they are named:
+Requires only a Python with torch and pip. The parts, in the order in which they are named:
 
     prepare   facts about the machine; an environment on top of that Python's packages, from the kit
               of `make gpu-kit` if it exists, with a Horovod with NCCL (compiled, or the kit's)
@@ -9,7 +9,7 @@ Requires only a Python with torch. The parts, in the order in which they are nam
     speed     tokens per second of hvdtrain and of a plain loop in turns, tests/gpu/speed.py
 
 A part that fails does not stop the others, and none begins after --seconds. The results so far are
-always in --out, in case the machine is lost: 8 files. Without a GPU everything runs on the CPU as
+always in --out, in case the machine is lost. Without a GPU everything runs on the CPU as
 far as possible, with tiny models, and the exit code is 2, never 0.
 """
 
@@ -196,16 +196,16 @@ def command_of(part: str, gpus: int, out: Path, seconds: float) -> list[str]:
     return [str(PYTHON), "-m", *modules[part], *common]
 
 
-def run_part(what: str, command: list[str], seconds: float) -> int:
+def run_part(command: list[str], log: Path, seconds: float) -> int:
     """Run a command that prints its own results; return its exit code, 1 if it is ended.
 
     All its processes are ended with it.
     """
     env = environment() | {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
     try:
-        return run_logged(command, WORK / f"{what}.log", seconds, env, verbose=True)
+        return run_logged(command, log, seconds, env, verbose=True)
     except TimedOutError as error:
-        print(f"gpu-check: {what}: {error}", flush=True)
+        print(f"gpu-check: {log.stem}: {error}", flush=True)
         return 1
 
 
@@ -231,6 +231,8 @@ def main() -> int:
         if "prepare" in args.parts:
             describe(out)
             prepare(steps, capabilities)
+        elif not PYTHON.exists():
+            raise UserError("there is no environment yet: begin with --parts prepare")
     except UserError as error:
         print(f"gpu-check: error: {error}", file=sys.stderr)
         return 1
@@ -241,7 +243,7 @@ def main() -> int:
             continue
         print(f"gpu-check: {part} ({steps.left:.0f} s left)", flush=True)
         command = command_of(part, gpus, out, steps.left - END_SECONDS)
-        codes.append(run_part(part, command, steps.left))
+        codes.append(run_part(command, out / f"{part}.log", steps.left))
     if any(codes):
         print(f"gpu-check: something failed; the results are in {out}")
         return 1

@@ -31,7 +31,7 @@ DOWNLOAD_SECONDS = 600
 COMPILE_SECONDS = 3600
 # A debug build of CUDA code is twice as large.
 COMPILER_FLAGS = {"LDFLAGS": "-Wl,-S"}
-# Common limit of what is copied to a lent machine: warn if the repository and the kit exceed it.
+# Warn if the repository and the kit exceed this: some machines limit what is copied to them.
 LARGE = 60 * 2**20
 # Large, and specific to the machine: torch fits its driver, and NumPy fits torch.
 _LEFT_OUT = ("torch", "numpy")

@@ -125,7 +125,7 @@ def _in_a_process(name: str, seconds: float) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=min(seconds, 150))
     except subprocess.TimeoutExpired:
-        return {"failed": "no time left"}
+        return {"failed": f"took more than {min(seconds, 150):.0f} s"}
     found = [line[9:] for line in done.stdout.splitlines() if line.startswith("measured ")]
     return json.loads(found[-1]) if found else {"failed": done.stderr.strip()[-600:]}
 

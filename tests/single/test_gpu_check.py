@@ -89,7 +89,8 @@ def test_gpu_check_fails_without_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parts = dict(zip(("ops", "table"), codes, strict=True))
-    monkeypatch.setattr(check, "run_part", lambda what, command, seconds: parts[what])
+    monkeypatch.setattr(check, "run_part", lambda command, log, seconds: parts[log.stem])
+    monkeypatch.setattr(check, "PYTHON", Path(sys.executable))
     monkeypatch.setattr(check, "gpus_of_torch", lambda: (gpus, []))
     monkeypatch.setattr(sys, "argv", ["check", "--out", str(tmp_path), "--parts", *parts])
     assert check.main() == code

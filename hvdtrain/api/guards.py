@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from hvdtrain.engine.loop import Step
 from hvdtrain.errors import UserError
@@ -28,16 +29,25 @@ class BackwardGuard:
         self._backward, self._scale = torch.autograd.backward, torch.amp.GradScaler.scale
 
     def install(self) -> None:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        def backward(
+            tensors: Any,
+            grad_tensors: Any = None,
+            retain_graph: bool | None = None,
+            create_graph: bool = False,
+            grad_variables: Any = None,
+            inputs: Any = None,
+        ) -> None:
             step = self._current()
             if step is not None and not step.passing:
-                inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
+                tensors, inputs = _again(tensors), _again(inputs)
                 self._check(_several(tensors), inputs)
-            self._backward(tensors, *args, **kwargs)
+            options = grad_tensors, retain_graph, create_graph, grad_variables
+            self._backward(tensors, *options, inputs=inputs)
 
         def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
             step = self._current()
-            if step is not None and step.open and scaler.is_enabled():
+            outputs = _again(outputs)
+            if step is not None and step.open and scaler.is_enabled() and self._trains(outputs):
                 raise UserError(
                     "GradScaler.scale was called inside a step's block: gradients would be too "
                     "large by the scale; remove the GradScaler, and for a loss scale set "
@@ -51,6 +61,10 @@ class BackwardGuard:
     def remove(self) -> None:
         torch.autograd.backward = self._backward
         torch.amp.GradScaler.scale = self._scale  # type: ignore[method-assign]
+
+    def _trains(self, outputs: Any) -> bool:
+        losses = [loss for loss in _several(outputs) if isinstance(loss, Tensor)]
+        return bool(_leaves(losses) & {*self._model.parameters()})
 
     def _check(self, losses: Iterable[Tensor], inputs: Any) -> None:
         trained = {p for p in self._model.parameters() if p.requires_grad}
@@ -76,14 +90,23 @@ def refuse_accumulation_hooks(model: nn.Module) -> None:
             )
 
 
+def _again(tensors: Any) -> Any:
+    """Return tensors that can be read more than once."""
+    return tuple(tensors) if isinstance(tensors, Iterator) else tensors
+
+
 def _several(tensors: Any) -> Sequence[Any]:
-    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    if isinstance(tensors, Mapping):
+        return tuple(tensors.values())
+    one = isinstance(tensors, Tensor | GradientEdge) or not isinstance(tensors, Iterable)
+    return (tensors,) if one else tuple(tensors)
 
 
 def _leaves(losses: Iterable[Tensor]) -> set[Tensor]:
     """Return the tensors to which a backward pass from `losses` adds gradients."""
     found: set[Tensor] = set()
-    nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    found_nodes = [x.node if isinstance(x, GradientEdge) else x.grad_fn for x in losses]
+    nodes = [node for node in found_nodes if node is not None]
     seen: set[Any] = {*nodes}  # keeps the nodes' Python objects, and so their identity
     while nodes:
         node = nodes.pop()

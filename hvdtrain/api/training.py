@@ -496,9 +496,10 @@ class Training:
         if not self._warned and self.rank == 0 and random_state() != before:
             self._warned = True
             logger.warning(
-                "training.evaluate: the function draws random numbers, so the mean depends on the "
-                "number of ranks; training.evaluate(function, items=N), which calls "
-                "function(numbers) for parts of range(N), seeds them by item"
+                "training.evaluate: the function draws random numbers (a DataLoader does, unless "
+                "it has a generator), so the mean may depend on the number of ranks; "
+                "training.evaluate(function, items=N), which calls function(numbers) for parts of "
+                "range(N), seeds them by item"
             )
         return [found]
 

@@ -283,19 +283,20 @@ class RankPasses:
     ) -> None:
         """Run a backward pass to some parameters, before `backward` runs the one to the others.
 
-        If the loss also depends on `others`, the pass is deferred to `backward`: their loss may be
-        the same tensor, or share its graph, which a backward pass frees.
+        While a loss also depends on `others`, all passes are deferred: their loss may be the same
+        tensor, or share its graph, which a backward pass frees.
         """
         self._check_turn()
         self._deferred.append((loss, parameters))
-        if not depends_on(loss, others):
+        if not any(depends_on(deferred, others) for deferred, _ in self._deferred):
             self._run_deferred()
 
     def _run_deferred(self, keep_graph: bool = False) -> None:
         self._owner.context.timer.enter("backward")
         self._require_unchanged()
-        for loss, parameters in self._deferred:
-            self._backward(self.forward.scaled(loss), parameters, keep_graph)
+        for number, (loss, parameters) in enumerate(self._deferred, start=1):
+            keeps = keep_graph or number < len(self._deferred)
+            self._backward(self.forward.scaled(loss), parameters, keeps)
         self._deferred.clear()
         self._note()
         self._owner.context.timer.enter("forward")

@@ -7,15 +7,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hvdtrain.errors import UserError
 from hvdtrain.runtime.plain_values import decode, encode, json_of, with_json
 from hvdtrain.runtime.state_part import Scope
 from hvdtrain.runtime.tensor_shards import difference
+from hvdtrain.runtime.wrappers import plain_name
 
 
 class ExtraState:
     """The replicated part "extra": what get_extra_state() of modules returns, by module name.
 
-    Like buffers, it is not compared: forward passes may change it.
+    It is not compared between ranks: forward passes may change it.
 
     Attributes:
         modules: by name, those that have such state; without any there is no such part.
@@ -27,7 +29,7 @@ class ExtraState:
     def __init__(self, model: nn.Module) -> None:
         usual = nn.Module.get_extra_state
         self.modules = {
-            name: module
+            plain_name(f"{name}.").removesuffix("."): module
             for name, module in model.named_modules()
             if getattr(type(module), "get_extra_state", usual) is not usual
         }
@@ -56,6 +58,10 @@ class ExtraState:
         if not difference(self.tensors(), tensors):
             return
         content: dict[str, Any] = json_of(tensors)
+        if unknown := content.keys() - self.modules.keys():
+            raise UserError(
+                f"the checkpoint has the extra state of modules {sorted(unknown)}, which this "
+                "model lacks"
+            )
         for name, state in content.items():
-            if name in self.modules:
-                self.modules[name].set_extra_state(decode(state, tensors))
+            self.modules[name].set_extra_state(decode(state, tensors))

@@ -286,8 +286,12 @@ class Step:
                     "wrong. The step gives its micro-batches: for batch in step: "
                     "step.backward(loss)"
                 )
-            if not self._exchanged:
-                self._exchange()
+            if not self._exchanged:  # the script has not asked for a micro-batch after the last
+                try:
+                    self._end_micro_batches()
+                except Exception:
+                    self._loop.fail_step()
+                    raise
             self.updating = True
             self._loop.end_step()
         except RankLostError as lost:
@@ -323,6 +327,7 @@ class Step:
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over this rank's micro-batches, on its device; there may be none."""
         if self._repeated:
+            self._loop.seed(self._batch, BLOCK_SEED)  # as after the micro-batches
             return iter(())
         if not self.open or self._passes is not None:
             raise UserError(
@@ -334,6 +339,9 @@ class Step:
 
     def _micro_batches(self, passes: RankPasses) -> Iterator[Batch]:
         yield from passes
+        self._end_micro_batches()
+
+    def _end_micro_batches(self) -> None:
         # Also for an optimizer that draws.
         self._loop.seed(self._batch, BLOCK_SEED)
         self._exchange()

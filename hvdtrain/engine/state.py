@@ -323,7 +323,8 @@ class ModelState:
 
     def buffers(self) -> dict[str, Tensor]:
         """Saved buffers."""
-        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        named = self._model.named_parameters(remove_duplicate=False)
+        parameters = {plain_name(name) for name, _ in named}
         return {name: t for name, t in self.tensors().items() if name not in parameters}
 
     def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:

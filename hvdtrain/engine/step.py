@@ -651,6 +651,7 @@ class Update:
         self._loss_scale = loss_scale
         self._total_norm = total_norm or norm_of_gradients
         self._lr: float | None = None
+        self._unclipped: Tensor | None = None  # with a loss scale: norm before a script's changes
 
     @property
     def lr(self) -> float:
@@ -671,6 +672,11 @@ class Update:
         # If torch removes them, each step fails; tests/single/test_torch_private.py detects it.
         if factor != 1.0:
             torch._foreach_mul_(self._gradients(), factor)
+        if self._loss_scale is not None:
+            # A script may clamp infinite gradients before `prepare`.
+            self._unclipped = self._total_norm(
+                [p for p in self._exchange.parameters if p.grad is not None]
+            )
 
     def _gradients(self) -> list[Tensor]:
         return [local(p.grad) for p in self._exchange.parameters if p.grad is not None]
@@ -692,6 +698,8 @@ class Update:
         self._lr = lr
         parameters = self._exchange.parameters
         norm = self._total_norm([p for p in parameters if p.grad is not None])
+        if self._unclipped is not None:
+            norm = norm + 0.0 * self._unclipped  # NaN if that is not finite
         common = self._exchange.agreed_norm(norm)
         grad_norm = float(common)  # the step's second and last wait for the device
         finite = math.isfinite(grad_norm)

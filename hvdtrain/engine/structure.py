@@ -46,12 +46,13 @@ class ModelStructure:
             self._hooks.pop().remove()
 
     def _note(self, module: nn.Module, name: str, registered: object) -> None:
+        if self._changed or module not in self._modules:
+            return  # of another model: its attributes may be computed
         before = getattr(module, name, None)
         same = before is registered
         if isinstance(registered, Tensor) and not isinstance(registered, nn.Parameter):
             same = isinstance(before, Tensor) and before.shape == registered.shape
-        if not same and module in self._modules:
-            self._changed = True
+        self._changed = not same
 
     def check(self) -> None:
         """Compare the model, if something was registered in it since the last call.

@@ -26,7 +26,7 @@ from hvdtrain.engine.replay import Replay, ReplayActions, ReplayPlan
 from hvdtrain.engine.state import ORDER, PRECISION, RunState, Snapshot
 from hvdtrain.engine.step import TrainStep, Update
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.base import Exchange
+from hvdtrain.exchange.base import Exchange, trainable
 from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema
@@ -150,7 +150,8 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
     if prepared.stream is not None:
         parts.append(prepared.stream)
     if precision.loss_scale is not None:
-        precision.loss_scale.unscale_gradients(exchange.parameters)
+        with trainable(exchange.parameters):
+            precision.loss_scale.unscale_gradients(exchange.parameters)
         parts.append(precision.loss_scale)
     decay = config.optim.ema_decay
     ema = Ema(optimizer, model, decay) if decay else None

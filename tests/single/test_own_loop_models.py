@@ -49,6 +49,13 @@ def plain_losses(
     return found
 
 
+def test_three_optimizers_may_share_a_graph(tmp_path: Path) -> None:
+    train(tmp_path, "three", "three.py", "")
+    for name in ("encoder", "decoder", "critic"):
+        losses = [line[f"{name}_loss"] for line in runs.metrics(tmp_path / "three")]
+        assert losses[-1] < losses[0], name
+
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
 @pytest.mark.parametrize("calls", ["one", "each", "sum"])
 def test_muon_and_adamw_train_as_in_a_plain_loop(tmp_path: Path, calls: str) -> None:

@@ -220,6 +220,6 @@ def test_mix_of_mean_and_weighted_losses_is_refused_on_every_rank(topology: Topo
     batches = [_batch(0, j) for j in own]
     if topology.rank == topology.world_size - 1:
         batches[0][0, 0] = 0
-    message = f"'loss' as .sum, weight. for {micro_batches - 1} and as a mean for 1 of"
+    message = f"'loss' was .sum, weight. for {micro_batches - 1} and a mean for 1 of"
     with pytest.raises(AgreedError, match=message):
         take_step(step, iter(batches), own, 0.05, Flags(False, False, 0))

@@ -36,7 +36,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from hvdtrain.data.loader import AFTER_SEED, BLOCK_SEED, STEP_SEED, Batch, StepL
 from hvdtrain.engine.accumulate import RankPasses
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.replay import StepDiscarded
+from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.engine.spikes import Spike, exceeds, loss_limit, passed_over
 from hvdtrain.engine.step import AppliedSteps, Flags, StepResult
 from hvdtrain.errors import EXIT_NOT_FINITE, UserError
@@ -57,9 +58,6 @@ from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.signals import StopFlag
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.iteration import Iteration
 
 Value = Tensor | tuple[Any, Any]
 StepRecord = dict[str, Any]  # one line of metrics.jsonl
@@ -201,6 +199,24 @@ class Stepper(Protocol):
     def complete(self) -> None: ...
 
     def due(self, step: int, every: int) -> bool: ...
+
+
+class ScriptIteration(Protocol):
+    """The iteration of a script's own loop, see engine/iteration.py."""
+
+    script: ScriptState
+
+    def begin(self, step: Step) -> Step: ...
+
+    def restore(self) -> None: ...
+
+    def count(self) -> None: ...
+
+    def keep(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def check_structure(self) -> None: ...
 
 
 class Step:
@@ -503,7 +519,7 @@ class Loop:
         callbacks: Sequence[Callback],
         interruptions: Interruptions,
         context: RankContext,
-        iteration: Iteration | None = None,
+        iteration: ScriptIteration | None = None,
     ) -> None:
         self.train = plan.train
         self._iteration = iteration

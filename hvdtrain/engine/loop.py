@@ -254,6 +254,7 @@ class Step:
         # Of a micro-batch, until its last backward pass: losses by optimizer, and metrics.
         self._losses: dict[str, Tensor] = {}
         self._metrics: dict[str, Value] = {}
+        self._scalars: dict[int, tuple[Value, Value]] = {}  # as given, and as scalars, by id
         self._failure: Exception | None = None
         self._passes: RankPasses | None = None
         self._exchanged = False
@@ -305,6 +306,7 @@ class Step:
                     self._loop.fail_step()
                     raise
             self.updating = True
+            self._loop.seed_update(self._batch)
             self._loop.end_step()
         except RankLostError as lost:
             return self._fail(lost)
@@ -356,7 +358,6 @@ class Step:
         self._end_micro_batches()
 
     def _end_micro_batches(self) -> None:
-        # Also for an optimizer that draws.
         self._loop.seed(self._batch, BLOCK_SEED)
         self._exchange()
 
@@ -396,7 +397,8 @@ class Step:
                 "step: for batch in step: step.backward(loss)"
             )
         self._loop.check_structure()
-        loss = _scalar_loss(loss, optimizer)
+        # Once per tensor: several optimizers may have the same loss.
+        loss = self._scalars.setdefault(id(loss), (loss, _scalar_loss(loss, optimizer)))[1]
         self.passing = True
         try:
             self._backward(loss, optimizer, metrics)
@@ -436,6 +438,7 @@ class Step:
             # A loss that several optimizers have counts once.
             different = {id(losses[name]): losses[name].detach() for name in several}
             total = torch.stack([*different.values()]).sum()
+        self._scalars.clear()
         forward = self._passes.forward
         if metrics.keys() != {*forward.names[1:]}:
             raise UserError(
@@ -670,6 +673,11 @@ class Loop:
         """
         if self._iteration is not None:
             seed_all(self._seed, batch, 0, kind)
+
+    def seed_update(self, batch: int) -> None:
+        """Seed what the optimizer of a script draws: the block may draw on some ranks only."""
+        if self._iteration is not None and not self._iteration.script.has_elementwise_optimizer:
+            self.seed(batch, BLOCK_SEED)
 
     def check_structure(self) -> None:
         """Raise UserError if a script's model has other layers or buffers than at its start."""

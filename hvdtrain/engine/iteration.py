@@ -34,6 +34,13 @@ Pairs = list[tuple[float, float]]  # (sum, weight) of parts
 Compute = Callable[[int, int, bool], Pairs]
 
 
+_LOST_BEFORE = (
+    "another rank was lost in an evaluation before the step's block, so the state at the start of "
+    "the iteration is lost ({}). Start again with the same run.id to resume from the newest "
+    "checkpoint, and call training.evaluate after the block"
+)
+
+
 class Iteration:
     """The iteration of this process, see the top of this file.
 
@@ -96,10 +103,17 @@ class Iteration:
             self._failed.keep()
 
     def abandon(self) -> None:
-        """Let the rest of the iteration run without effect: the state is an earlier one."""
-        if self.step is not None:
-            self.step.abandon()
-            self.keep()
+        """Let the rest of the iteration run without effect: the state is an earlier one.
+
+        Raises:
+            UserError: the block has not begun, with the exit code of a crash.
+        """
+        if self.step is None:
+            return
+        if not self.step.began:
+            raise crash(_LOST_BEFORE.format("the ranks' states had diverged (exchange.sync_every)"))
+        self.step.abandon()
+        self.keep()
 
     def end(self) -> None:
         """End the iteration: capture the state, or return to that of the failure in the block.
@@ -150,12 +164,7 @@ class Iteration:
             UserError: it has, with the exit code of a crash.
         """
         if self.step is not None and not self.step.began and self._versions != self._now():
-            raise crash(
-                f"another rank was lost in an evaluation ({error}) before the step's block, after "
-                "the script had changed the model or the optimizer in this iteration: the state at "
-                "its start is lost. Start again with the same run.id to resume from the newest "
-                "checkpoint, and call training.evaluate after the block"
-            )
+            raise crash(_LOST_BEFORE.format(f"the script had changed model or optimizer: {error}"))
 
     def finish(self) -> Generator[Step, None, None]:
         """Yield the step once, for the rest of its iteration, if this rank runs it."""

@@ -51,7 +51,7 @@ from hvdtrain.optim.several import SeveralOptimizers
 from hvdtrain.optim.state_dicts import members
 from hvdtrain.run.prepare import prepare_environment
 from hvdtrain.run.session import Session
-from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json
+from hvdtrain.runtime.collectives import AgreedError, RankLostError
 from hvdtrain.runtime.device import random_numbers_kept, random_state, seed_all
 from hvdtrain.runtime.environment import forget_launcher, launched_size, process_start
 from hvdtrain.runtime.failure import abort_all_ranks, check_not_left_mpi, leave_horovod
@@ -276,6 +276,8 @@ class Training:
         self._hooks: list[Any] = []  # of the optimizers
         self._guard: BackwardGuard | None = None
         self._optimizers: list[Optimizer] = []  # with an add_param_group of this run
+        # In an evaluation: this rank's number among the ranks that share it, and their number.
+        self._place: tuple[int, int] | None = None
         self._session: Session
         self.state = script.script_state.objects
 
@@ -395,22 +397,26 @@ class Training:
         self._script.script_state.structure = ModelStructure(self._script.model())
         self._script.script_state.begin()
         self._steps, first = self._session.steps(), True
-        while True:
-            self._step = None
-            try:
-                self._step = next(self._steps)
-            except RankLostError as error:
-                self._lost = error
-                raise
-            except StopIteration as end:
-                self._step, self._code = None, int(end.value)
-                if self._code or self._session.removed:
-                    raise SystemExit(self._code) from None
-                return
-            yield self._step
+        steps = self._steps
+        while (step := self._next(lambda: next(steps))) is not None:
+            yield step
             if first and self.rank == 0:
                 self._warn_of_schedulers()
             first = False
+
+    def _next(self, resume: Callable[[], Step]) -> Step | None:
+        """Return the step that the run's generator yields; None: the run has ended."""
+        self._step = None
+        try:
+            self._step = resume()
+        except RankLostError as error:
+            self._lost = error
+            raise
+        except StopIteration as end:
+            self._code = int(end.value)
+            if self._code or self._session.removed:
+                raise SystemExit(self._code) from None
+        return self._step
 
     def _warn_of_schedulers(self) -> None:
         optimizer = self._script.optimizer(self._script.model())
@@ -431,12 +437,12 @@ class Training:
     @property
     def rank(self) -> int:
         """This process's number among the ranks; it may change in an elastic run."""
-        return self._session.topology.rank
+        return self._place[0] if self._place else self._session.topology.rank
 
     @property
     def size(self) -> int:
         """Number of ranks; it may change in an elastic run."""
-        return self._session.topology.world_size
+        return self._place[1] if self._place else self._session.topology.world_size
 
     @property
     def device(self) -> torch.device:
@@ -470,24 +476,53 @@ class Training:
                 seeded by its place, so each evaluation draws the same.
 
         Returns:
-            The sum of the sums divided by that of the weights. NaN if a rank was lost meanwhile:
-            the code after the block is then run again.
+            The sum of the sums divided by that of the weights. If a rank is lost meanwhile, the
+            others repeat the evaluation. NaN if one was lost in the step's block, see `Step`.
         """
         step = self._step
         if step is None:
             raise UserError("training.evaluate is called inside the loop, after a step's block")
+        while not step.failed:
+            try:
+                comm.COLLECTIVES.refuse("")
+                with evaluating(self._script.model()), torch.no_grad(), random_numbers_kept():
+                    return self._session.iteration.evaluate(
+                        partial(self._compute, function, items), self._session.topology
+                    )
+            except RankLostError as error:
+                if step.open:
+                    raise
+                self._continue_after(error)
+            finally:
+                comm.COLLECTIVES.refuse("" if step.open else OUTSIDE)
+        return math.nan
+
+    def _continue_after(self, error: RankLostError) -> None:
+        """Join the next generation within an iteration, see engine/iteration.py."""
+        self._session.iteration.require_unchanged(error)
+        steps = self._steps
+        assert steps is not None
+        self._step = self._next(lambda: steps.throw(error))
+
+    def _compute(
+        self,
+        function: Callable[..., Value | float],
+        items: int | None,
+        number: int,
+        ranks: int,
+        all_ranks: bool,
+    ) -> list[tuple[float, float]]:
+        """Evaluate a share of the items, see iteration.Compute."""
+        if not all_ranks:
+            comm.COLLECTIVES.refuse(
+                "called in an evaluation that is repeated after the loss of a rank, while other "
+                "ranks wait: start again with the same run.id to resume from the newest checkpoint"
+            )
+        self._place = number, ranks
         try:
-            comm.COLLECTIVES.refuse("")
-            with evaluating(self._script.model()), torch.no_grad(), random_numbers_kept():
-                own = self._of_all(function) if items is None else self._of_parts(function, items)
-            pairs = [pair for theirs in gather_json(own, "evaluate") for pair in theirs]
-        except RankLostError as error:
-            step.fail(error)
-            return math.nan
+            return self._of_all(function) if items is None else self._of_parts(function, items)
         finally:
-            comm.COLLECTIVES.refuse(OUTSIDE)
-        weights = math.fsum(pair[1] for pair in pairs)
-        return math.fsum(pair[0] for pair in pairs) / weights if weights else math.nan
+            self._place = None
 
     def _of_all(self, function: Callable[[], Value | float]) -> list[tuple[float, float]]:
         self._seed_evaluation(self.rank)

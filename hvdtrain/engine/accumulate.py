@@ -64,7 +64,7 @@ class Passes(Protocol):
         batches: Iterator[Batch],
         assignment: Assignment,
         totals: StepTotals,
-        before_last: Callable[[], None],
+        send: Callable[[bool], None],
     ) -> None:
         """Run forward and backward for each micro-batch of this rank; gradients accumulate.
 
@@ -78,8 +78,8 @@ class Passes(Protocol):
                 forward pass draws.
             assignment: the micro-batches assigned to this rank; may be empty.
             totals: receives the values and statistics of the forward passes.
-            before_last: called when these are complete, unless there is no micro-batch; before the
-                last backward pass if possible.
+            send: called when these are complete, unless there is no micro-batch: before the last
+                backward pass (False), if that is possible, and after it (True).
         """
 
     def finish(self) -> None:
@@ -137,10 +137,10 @@ class Accumulate:
         batches: Iterator[Batch],
         assignment: Assignment,
         totals: StepTotals,
-        before_last: Callable[[], None],
+        send: Callable[[bool], None],
     ) -> None:
         """See Passes."""
-        passes = RankPasses(self, batches, assignment, totals, before_last)
+        passes = RankPasses(self, batches, assignment, totals, send)
         for batch in passes:
             passes.backward(self.forward(self.model, batch, self.forward.names))
 
@@ -149,7 +149,7 @@ class Accumulate:
         batches: Iterator[Batch],
         assignment: Assignment,
         totals: StepTotals,
-        before_last: Callable[[], None],
+        send: Callable[[bool], None],
         watch: GradientWatch | None,
     ) -> RankPasses:
         """Begin the passes of a step for a caller that computes the losses; see `train`.
@@ -157,7 +157,7 @@ class Accumulate:
         Args:
             watch: gradients that must not change between the passes; None: they are not watched.
         """
-        passes = RankPasses(self, batches, assignment, totals, before_last)
+        passes = RankPasses(self, batches, assignment, totals, send)
         passes.autocast, passes.watch = self.precision, watch
         passes.changing = self.changing
         return passes
@@ -204,14 +204,14 @@ class RankPasses:
         batches: Iterator[Batch],
         assignment: Assignment,
         totals: StepTotals,
-        before_last: Callable[[], None],
+        send: Callable[[bool], None],
     ) -> None:
         self._owner, self._assignment = owner, assignment
         # The same micro-batches, but a task's collective fails if other ranks have fewer of them.
         self._batches = comm.COLLECTIVES.micro_batches(
             batches, assignment.in_common, max(assignment.counts)
         )
-        self._totals, self._before_last = totals, before_last
+        self._totals, self._send = totals, send
         # The backward passes of the last `together` micro-batches are interleaved.
         interleaved = owner.interleaved
         self._together = min(interleaved.count if interleaved else 1, len(assignment))
@@ -335,7 +335,7 @@ class RankPasses:
         if self.complete:
             if self.changing is not None:
                 self.changing.look()
-            self._before_last()  # sends the control vector: the totals are complete
+            self._send(False)  # the totals are complete
         # In the last backward pass, hooks of the exchange compress and send the gradients.
         if self.complete or self._done <= len(self._assignment) - self._together:
             context.timer.enter("backward")
@@ -346,6 +346,8 @@ class RankPasses:
             else:
                 self._backward(self._losses[0], parameters)
             self._losses.clear()  # free the graph: the next forward pass needs the memory
+        if self.complete:
+            self._send(True)
         self._note()
         context.timer.enter("data")
         context.heartbeat.beat(Activity.WORKING)

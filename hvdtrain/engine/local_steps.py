@@ -54,10 +54,6 @@ class LocalSteps:
                 self._exchange.average()
         return result
 
-    def repeat(self) -> None:
-        """See TrainStep."""
-        self._step.repeat()
-
     def train(self) -> None:
         """See TrainStep."""
         self._step.train()

@@ -36,7 +36,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,7 +48,6 @@ from hvdtrain.data.loader import AFTER_SEED, BLOCK_SEED, STEP_SEED, Batch, StepL
 from hvdtrain.engine.accumulate import RankPasses
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.replay import StepDiscarded
-from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.engine.spikes import Spike, exceeds, loss_limit, passed_over
 from hvdtrain.engine.step import AppliedSteps, Flags, StepResult
 from hvdtrain.errors import EXIT_NOT_FINITE, UserError
@@ -58,6 +57,9 @@ from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.signals import StopFlag
+
+if TYPE_CHECKING:
+    from hvdtrain.engine.iteration import Iteration
 
 Value = Tensor | tuple[Any, Any]
 StepRecord = dict[str, Any]  # one line of metrics.jsonl
@@ -181,8 +183,6 @@ class Stepper(Protocol):
 
     def begin(self, batches: Iterator[Batch], assignment: Assignment, flags: Flags) -> None: ...
 
-    def repeat(self) -> None: ...
-
     def train(self) -> None: ...
 
     def passes(self) -> RankPasses: ...
@@ -213,26 +213,27 @@ class Step:
     block.
 
     If a rank is lost inside the block, the block ends without an error. The parameters are as
-    before the step, `done` is False, and the loop repeats the step on the surviving ranks. If a
-    rank is lost after the block, the loop gives all ranks this step again, with `done` True: its
-    block then does nothing, and the code after it is repeated.
+    before the step, `done` is False, the code after the block has no lasting effect, and the loop
+    repeats the step on the surviving ranks, see engine/iteration.py.
 
     Attributes:
         index: number of the step in the run, from 0.
         done: the step counts: the parameters were updated, or the gradient was not finite.
         values: logged with this step.
         open: its block is being run.
+        began: its block has begun.
+        failed: a rank was lost in its block.
         updating: the optimizer may step now.
         passing: hvdtrain runs backward passes now.
     """
 
-    def __init__(self, loop: Loop, index: int, done: bool = False) -> None:
-        self.index, self.done = index, done
+    def __init__(self, loop: Loop, index: int) -> None:
+        self.index, self.done = index, False
         self.values: dict[str, float] = {}
-        self._result: Mapping[str, float] | None = loop.result if done else None
-        self._loop, self._repeated = loop, done
-        self._batch = loop.progress.batch - done
-        self._began = self.open = False
+        self._result: Mapping[str, float] | None = None
+        self._loop = loop
+        self._batch = loop.progress.batch
+        self.began = self.open = self.failed = False
         self.updating = self.passing = False
         # Of a micro-batch, until its last backward pass: losses by optimizer, and metrics.
         self._losses: dict[str, Tensor] = {}
@@ -243,18 +244,15 @@ class Step:
         self._broken: Exception | None = None  # the exchange has failed
 
     def __enter__(self) -> Step:
-        if self._began or self._loop.current is not self:
+        if self.began or self._loop.current is not self:
             raise UserError(
                 f"step {self.index + 1} was entered again, or after its turn: each step of the "
                 "loop has one `with step:` block"
             )
-        self._began = True
-        if self._repeated:
-            self._loop.repeat_step()
-        else:
-            self._loop.begin_step()
-            self.open = True
-            comm.COLLECTIVES.refuse("")
+        self.began = True
+        self._loop.begin_step()
+        self.open = True
+        comm.COLLECTIVES.refuse("")
         return self
 
     def __exit__(
@@ -268,11 +266,9 @@ class Step:
     def _close(self, error: BaseException | None) -> bool:
         self.open = False
         self._loop.refuse_collectives()
-        if self._repeated:
-            return False
         if error is not None:
             self._loop.fail_step()
-            return self.fail(error)
+            return self._fail(error)
         try:
             if self._broken is not None:  # the script has handled it
                 self._loop.fail_step()
@@ -295,21 +291,26 @@ class Step:
             self.updating = True
             self._loop.end_step()
         except RankLostError as lost:
-            return self.fail(lost)
+            return self._fail(lost)
         finally:
             self.updating = False
-            if self._loop.progress.step > self.index:
-                self.done, self._result = True, self._loop.result
+            self.done = self._loop.progress.step > self.index
+            if self.done and not self.failed:
+                self._result = self._loop.result
         return False
 
-    def fail(self, error: BaseException) -> bool:
+    def _fail(self, error: BaseException) -> bool:
         """Note the loss of a rank, which the loop handles; return False for any other error."""
         if not isinstance(error, RankLostError):
             return False
+        self.abandon()
         self._failure = error
-        if self._result is None:
-            self._result = defaultdict(lambda: math.nan)
+        self._loop.keep_for_repetition()
         return True
+
+    def abandon(self) -> None:
+        """Let the rest of the iteration run without effect."""
+        self.failed, self._result = True, defaultdict(lambda: math.nan)
 
     @property
     def result(self) -> Mapping[str, float]:
@@ -326,9 +327,6 @@ class Step:
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over this rank's micro-batches, on its device; there may be none."""
-        if self._repeated:
-            self._loop.seed(self._batch, BLOCK_SEED)  # as after the micro-batches
-            return iter(())
         if not self.open or self._passes is not None:
             raise UserError(
                 "a step gives its micro-batches once, inside its block: with step: for batch in "
@@ -437,9 +435,8 @@ class Step:
         """Run the step with the task's loss; `check` raises what fails."""
         try:
             with self:
-                if not self._repeated:
-                    self._loop.train_step()
-                    self._exchange()
+                self._loop.train_step()
+                self._exchange()
         except Exception as error:
             self._failure = error
 
@@ -448,7 +445,7 @@ class Step:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        if not self._began:
+        if not self.began:
             raise UserError(
                 f"the loop left out the block of step {self.index + 1}: each step needs `with "
                 "step:`, on every rank"
@@ -485,7 +482,7 @@ class Loop:
         stepper: takes the steps, and calls `_advance` when the state changes.
         loader: this rank's micro-batches, from `progress.samples` on.
         applied: compared with `progress` before each step.
-        script: state of a script with its own loop; None: the built-in loop.
+        iteration: of a script with its own loop; None: the built-in loop.
         callbacks: in the order in which they are called.
 
     Attributes:
@@ -506,11 +503,11 @@ class Loop:
         callbacks: Sequence[Callback],
         interruptions: Interruptions,
         context: RankContext,
-        script: ScriptState | None = None,
+        iteration: Iteration | None = None,
     ) -> None:
         self.train = plan.train
-        self._script = script
-        self.optimizers = script.parameters if script is not None else None
+        self._iteration = iteration
+        self.optimizers = iteration.script.parameters if iteration is not None else None
         self.batch = plan.batch
         self.topology = context.mesh.topology
         self.progress = progress
@@ -595,28 +592,29 @@ class Loop:
             SpikeRollback: the loss of the last step was a spike.
         """
         progress = self.progress
-        if self._script is not None:
-            self._script.restore()
-            self.result = self._script.result
+        if self._iteration is not None:
+            self._iteration.restore()
         if progress.record is not None:
             # Some ranks may have evaluated this step already; all evaluate it now.
             progress.evaluations = evaluations_before(progress.evaluations, progress.step)
-            yield from self._one_step(done=True)
-        elif self._script is not None and progress.step:
-            yield from self._one_step(done=True, logs=False)  # of a checkpoint, see ScriptState
+            self._call_back(progress.record)
         while not self.ending:
             yield from self._one_step()
             if self._membership_changed and not self.ending:
                 raise MembershipChanged
 
-    def _one_step(self, done: bool = False, logs: bool = True) -> Iterator[Step]:
-        """Yield a step, and call the callbacks (`logs`) when its caller has finished with it."""
+    def _one_step(self) -> Iterator[Step]:
+        """Yield a step, and call the callbacks when its caller has finished with it."""
         self.refuse_collectives()
-        self.current = step = Step(self, self.progress.step - done, done)
-        self.seed(self.progress.batch - done, STEP_SEED)
+        step = Step(self, self.progress.step)
+        if self._iteration is not None:
+            step = self._iteration.begin(step)
+        self.current = step
+        self.seed(self.progress.batch, STEP_SEED)
         yield step
         self.current = None
-        self.check_structure()
+        if self._iteration is not None:
+            self._iteration.end()
         try:
             step.check()
         except StepDiscarded as discarded:
@@ -626,8 +624,7 @@ class Loop:
             return  # the loop repeats the step
         if self.progress.spike is not None:
             raise SpikeRollback
-        if logs:
-            self._call_back({**(self.progress.record or {}), **step.values})
+        self._call_back(self.progress.record or {})
 
     def close(self) -> None:
         """Close the callbacks and the loader."""
@@ -636,6 +633,7 @@ class Loop:
         self._loader.close()
 
     def _call_back(self, record: StepRecord) -> None:
+        record = dict(record)
         for callback in self._callbacks:
             self._heartbeat.beat(Activity.PREPARING)
             callback.on_step(self, record)
@@ -644,7 +642,7 @@ class Loop:
 
     def refuse_collectives(self) -> None:
         """Refuse the collectives of a script's own loop outside the blocks of its steps."""
-        if self._script is not None:
+        if self._iteration is not None:
             comm.COLLECTIVES.refuse(OUTSIDE)
 
     def seed(self, batch: int, kind: int) -> None:
@@ -654,13 +652,13 @@ class Loop:
             batch: number of the step's global batch.
             kind: STEP_SEED, BLOCK_SEED or AFTER_SEED.
         """
-        if self._script is not None:
+        if self._iteration is not None:
             seed_all(self._seed, batch, 0, kind)
 
     def check_structure(self) -> None:
         """Raise UserError if a script's model has other layers or buffers than at its start."""
-        if self._script is not None and self._script.structure is not None:
-            self._script.structure.check()
+        if self._iteration is not None:
+            self._iteration.check_structure()
 
     # --- called by Step -----------------------------------------------------
 
@@ -676,10 +674,6 @@ class Loop:
             batch=self.progress.batch,
         )
         self._stepper.begin(self._loader.next_step(flags.batch), self.assignment, flags)
-
-    def repeat_step(self) -> None:
-        """Prepare for the block of a step that counts, which will be run again without effect."""
-        self._stepper.repeat()
 
     def train_step(self) -> None:
         """Run the passes with the task's loss."""
@@ -697,6 +691,11 @@ class Loop:
     def fail_step(self) -> None:
         """End a step whose passes or exchange have failed."""
         self._stepper.fail()
+
+    def keep_for_repetition(self) -> None:
+        """Keep the state, which the rest of a script's iteration may change."""
+        if self._iteration is not None:
+            self._iteration.keep()
 
     def end_step(self) -> None:
         """Update; `_advance` counts the step."""
@@ -719,9 +718,8 @@ class Loop:
         progress.step += 1
         self._loader.advance()
         self.result = {**result.values, "grad_norm": result.grad_norm}
-        if self._script is not None:
-            self._script.result = self.result
-            self._script.keep()
+        if self._iteration is not None:
+            self._iteration.count()
         progress.samples += result.used.samples
         self._note_loss(result)
         nonfinite = not result.applied and not result.overflow and result.spike_limit is None

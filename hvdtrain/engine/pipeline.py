@@ -55,7 +55,7 @@ class Pipeline:
     over all ranks are correct if each rank of a pipeline is counted once. Statistics cover the
     buffers of this rank's stages.
 
-    `before_last` is called after the last backward pass: on the last stage the values are complete
+    `send` is called after the last backward pass: on the last stage the values are complete
     earlier, but on other stages forward and backward of a micro-batch are far apart, and torch's
     schedules do not report when the last forward is done.
 
@@ -109,7 +109,7 @@ class Pipeline:
         batches: Iterator[Batch],
         assignment: Assignment,
         totals: StepTotals,
-        before_last: Callable[[], None],
+        send: Callable[[bool], None],
     ) -> None:
         """See Passes.
 
@@ -133,7 +133,7 @@ class Pipeline:
         for _, values in self._run(own, self._of_shards(shapes.pop()), train=True):
             self.forward.add(totals.values, values)
         self._context.timer.enter("data")
-        before_last()
+        send(True)
 
     @torch.no_grad()
     def evaluate(

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.engine.structure import ModelStructure
 from hvdtrain.errors import UserError
+from hvdtrain.log import logger
 from hvdtrain.optim.several import SeveralOptimizers, parameters_of
 from hvdtrain.runtime.plain_values import decode, encode, json_of, with_json
 from hvdtrain.runtime.state_part import Scope
@@ -70,11 +71,10 @@ _ELEMENTWISE = (
 
 
 class ScriptState:
-    """The replicated part "script": registered objects, the options of the optimizer's groups, the
-    names of frozen parameters, and the last step's result.
+    """The replicated part "script": registered objects, the options of the optimizer's groups, and
+    the names of frozen parameters.
 
-    It is the state at the end of the last step's block. What the code after the block changes is
-    not in it: after a failure or a resume that code is run again, from this state.
+    It is the state between two iterations of the loop, see engine/iteration.py.
 
     Args:
         optimizer: its groups' options, such as the learning rate, may be set by the script.
@@ -83,7 +83,6 @@ class ScriptState:
         parameters: of each of several optimizers, by its name; None: there is one.
         objects: by name; each has state_dict() and load_state_dict(), or is a plain value, see
             runtime/plain_values.py.
-        result: of the last step, see `Step.result`.
         structure: of the model, whose frozen parameters are part of the state; None: unknown.
     """
 
@@ -96,7 +95,6 @@ class ScriptState:
         if isinstance(optimizer, SeveralOptimizers):
             self.parameters = {name: parameters_of(o) for name, o in optimizer.by_name.items()}
         self.objects = RegisteredObjects()
-        self.result: dict[str, float] = {}
         self.structure: ModelStructure | None = None
         self._tensors: dict[str, Tensor] = {}
         self._own: bytes | None = None  # digest of the objects' state, if nothing has changed it
@@ -114,7 +112,7 @@ class ScriptState:
         return all(type(optimizer) in _ELEMENTWISE for optimizer in own)
 
     def keep(self) -> None:
-        """Copy the result and the objects' state.
+        """Copy the objects' state.
 
         Raises:
             UserError: an object cannot be saved.
@@ -129,7 +127,6 @@ class ScriptState:
             for name, value in self.objects.items()
         }
         content: dict[str, Any] = {
-            "result": self.result,
             "groups": encode(groups, "the optimizer's groups", tensors),
             "objects": {
                 name: encode(state, f"training.state[{name!r}]", tensors)
@@ -141,7 +138,7 @@ class ScriptState:
         self._tensors = with_json(content, tensors)
 
     def restore(self) -> None:
-        """Give the result and the objects the state of the last `keep` or `load`.
+        """Give the objects the state of the last `keep` or `load`.
 
         Lists, dicts and tensors are filled in place, as the script may hold them under other names.
         If the objects have this state already, because a new run begins, they are not touched.
@@ -157,7 +154,6 @@ class ScriptState:
                 f"registers {sorted(self.objects) or 'none'} in training.state: register the same "
                 "objects before the loop"
             )
-        self.result = content.get("result", {})  # older checkpoints have none
         own, self._own = self._own, None
         if own is not None and own == _digest(self._tensors):
             return
@@ -186,7 +182,6 @@ class ScriptState:
         content = json_of(self._tensors)
         named = {f"training.state[{name!r}]": one for name, one in content["objects"].items()}
         named["the options of the optimizer's groups, such as lr"] = content["groups"]
-        named["step.result"] = content.get("result", {})
         found: dict[str, dict[str, Tensor]] = {}
         for name, encoded in named.items():
             tensors: dict[str, Tensor] = {}
@@ -198,6 +193,11 @@ class ScriptState:
         """See StatePart; `restore` gives it to the objects."""
         if saved:
             [tensors] = saved
+            if "result" in json_of(tensors):
+                logger.warning(
+                    "the checkpoint is of an older version of hvdtrain, which saved it before the "
+                    "code after the last step's block: that code is not run again"
+                )
             self._tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 

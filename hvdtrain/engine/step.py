@@ -4,9 +4,9 @@ TrainStep runs a step in this order:
 
 1. Save the model's buffers, which forward passes change (SavedBuffers).
 2. Run forward and backward for each micro-batch of this rank (accumulate.py, or pipeline.py for a
-   pipeline). Before the last backward pass (in a pipeline, after it), send the control vector (one
-   float64 all-reduce of loss, metrics and flags, see ControlVector), by which ranks agree on a
-   stop, for example.
+   pipeline). Before the last backward pass, or after it if earlier passes have not reached all
+   parameters (and in a pipeline), send the control vector (one float64 all-reduce of loss, metrics
+   and flags, see ControlVector), by which ranks agree on a stop, for example.
 3. In the last backward pass, hooks of the exchange send each bucket of gradients when it is
    complete, compressed if configured (see hvdtrain/exchange/base.py for when).
 4. Wait for the gradients of the global batch and for the control vector. In a step with replays
@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from operator import or_
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.tensor_shards import local
 
 _NEWS = 3  # place in a control vector, see ControlSums
+_FROZEN = 1 << 20  # more than there are ranks
 
 
 @dataclass(frozen=True)
@@ -209,12 +211,6 @@ class TrainStep:
         control = ControlVector(flags, used, self._sizes, self._context)
         self._open = _OpenStep(batches, assignment, flags, control, phase)
 
-    def repeat(self) -> None:
-        """Set missing gradients to zero, for a script's block that changes them once more."""
-        for parameter in self._exchange.parameters:
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-
     def train(self) -> None:
         """Run the task's forward and backward passes."""
         step = self._open
@@ -231,13 +227,24 @@ class TrainStep:
             step.batches, step.assignment, step.control.totals, self._send_control, self._watch
         )
 
-    def _send_control(self) -> None:
-        step = self._open
+    def _send_control(self, complete: bool) -> None:
+        """Send the control vector, once; if passes are not complete, unless they may matter."""
+        step, trained = self._open, self._exchange.trained
+        if step.control.sent:
+            return
         # A task freezes parameters in its forward pass: a rank without micro-batches does not know
         # which are frozen.
-        frozen = self._exchange.trained.frozen() if len(step.assignment) else ()
+        works = len(step.assignment) > 0
+        frozen = trained.frozen() if works else [False] * len(trained.all_names)
+        reached = self._exchange.reached()
+        uses = [True] * len(frozen)
+        if reached is not None:
+            names = {trained.names[p] for p in reached}
+            uses = [name in names for name in trained.all_names]
+            if not complete and not all(map(or_, uses, frozen)):
+                return
         changing = self._passes.changing
-        step.control.send(frozen, changing is not None and changing.news)
+        step.control.send(uses, frozen, changing is not None and changing.news)
 
     def fail(self) -> None:
         """End a step whose passes or exchange have failed: restore what forward passes changed."""
@@ -249,7 +256,8 @@ class TrainStep:
         """Exchange the gradients, after all passes of this rank.
 
         Afterwards each `parameter.grad` is the gradient of the mean loss over the global batch, or
-        None if the parameter is frozen. With local SGD it is that of this rank's own mean.
+        None if the parameter is frozen, or no pass of any rank has reached it. With local SGD it is
+        the gradient of this rank's own mean.
 
         Raises:
             RankLostError: another rank is gone.
@@ -267,7 +275,7 @@ class TrainStep:
         if self._replay is not None:
             self._replay.compare(step.flags.step)
         values = means(self._passes.forward.names, sums.rows, self._batch.micro_batches)
-        self._exchange.trained.drop_frozen([ranks > 0 for ranks in sums.frozen])
+        self._exchange.trained.drop([ranks <= 0 for ranks in sums.reached])
         self._update.scale(self._passes.forward.gradient_scale(sums.loss_weight))
         step.exchanged = sums, values
 
@@ -311,7 +319,7 @@ class TrainStep:
         """Exchange the gradients of all passes; return the sums over all ranks."""
         timer, heartbeat, step = self._context.timer, self._context.heartbeat, self._open
         if not len(step.assignment):
-            self._send_control()
+            self._send_control(complete=True)
         heartbeat.beat(Activity.WAITING)
         timer.enter(self._exposed)
         self._exchange.reduce()
@@ -361,7 +369,7 @@ class TrainStep:
         for name, ranks in zip(self._exchange.trained.all_names, sums.frozen, strict=True):
             if 0 < ranks < working:
                 raise AgreedError(
-                    f"step {step + 1}: the model's parameter {name} is frozen on {ranks:.0f} of "
+                    f"step {step + 1}: the model's parameter {name} is frozen on {ranks} of "
                     f"{working} ranks: freeze and unfreeze parameters in the same step on all "
                     "ranks, for example by the step's index",
                     EXIT_USER,
@@ -495,7 +503,8 @@ class ControlSums:
         steps: sum of the ranks' `step`.
         used: samples and tokens of all ranks' micro-batches.
         rows: rows of the loss and the metrics, 3 rows as returned by `accumulate.rows_of`.
-        frozen: for each parameter, how many ranks have frozen it.
+        reached: for each parameter, the number of ranks whose passes have reached it, less _FROZEN
+            for each rank that has frozen it.
         statistics: summed changes of the running statistics; on the device.
     """
 
@@ -506,8 +515,13 @@ class ControlSums:
     steps: float
     used: BatchUsage
     rows: list[list[float]]
-    frozen: list[float]
+    reached: list[float]
     statistics: Tensor
+
+    @property
+    def frozen(self) -> list[int]:
+        """For each parameter, how many ranks have frozen it."""
+        return [-math.floor(count / _FROZEN) for count in self.reached]
 
     @property
     def loss_weight(self) -> float:
@@ -523,13 +537,14 @@ class ControlSums:
 class ControlVector:
     """Float64 vector of one step, summed over all ranks.
 
-    It is sent before the last backward pass and overlaps with it; in a pipeline, after it.
+    If it is sent before the last backward pass, it overlaps with it.
 
     Args:
         used: samples and tokens of this rank's micro-batches.
 
     Attributes:
         totals: add to these before `send`.
+        sent: the all-reduce has begun.
     """
 
     def __init__(self, flags: Flags, used: BatchUsage, sizes: Sizes, context: RankContext) -> None:
@@ -541,25 +556,32 @@ class ControlVector:
         numbers = 3 * sizes.values + sizes.statistics
         self._lengths = [len(head), sizes.parameters, parts * numbers]
         self._vector = torch.zeros(sum(self._lengths), dtype=torch.float64, device=context.device)
-        own, self._frozen, totals = self._vector.split(self._lengths)
+        own, self._reached, totals = self._vector.split(self._lengths)
         own.copy_(sent(head, context.device))
         totals = totals.view(parts, numbers)
         values = totals[:, : 3 * sizes.values].view(parts, 3, sizes.values)
         self.totals = StepTotals(Totals(values), Totals(totals[:, 3 * sizes.values :]))
         self._alone = context.mesh.world.size == 1
         self._handle: int | None = None
+        self.sent = False
 
-    def send(self, frozen: Sequence[bool] = (), news: bool = False) -> None:
+    def send(self, reached: Sequence[bool], frozen: Sequence[bool], news: bool = False) -> None:
         """Begin the all-reduce; `totals` must be complete.
 
         Args:
-            frozen: whether each parameter is frozen; empty if unknown.
+            reached, frozen: whether passes of this rank have reached each parameter, and whether it
+                is frozen.
             news: see ControlSums.
         """
+        self.sent = True
         if news:
             self._vector[_NEWS] = 1.0
-        if any(frozen):
-            self._frozen.copy_(sent(torch.tensor(frozen), self._frozen.device))
+        if all(reached) and not any(frozen):
+            self._reached.fill_(1.0)
+        else:
+            counts = [r - _FROZEN * f for r, f in zip(reached, frozen, strict=True)]
+            own = torch.tensor(counts, dtype=torch.float64)
+            self._reached.copy_(sent(own, self._reached.device))
         if not self._alone:
             self._handle = begin_sum(self._vector, "control")
 
@@ -576,10 +598,10 @@ class ControlVector:
         host_values = iter(vector.tolist())  # the step's first wait for the device
         stops, changes, finishes, news, steps, *counts = islice(host_values, self._lengths[0])
         used = BatchUsage(*map(int, counts))
-        frozen = [*islice(host_values, self._lengths[1])]
+        reached = [*islice(host_values, self._lengths[1])]
         rows = [[*islice(host_values, values.shape[1])] for _ in range(3)]
         statistics = self.totals.statistics.value()
-        return ControlSums(stops, changes, finishes, news, steps, used, rows, frozen, statistics)
+        return ControlSums(stops, changes, finishes, news, steps, used, rows, reached, statistics)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ Where a gradient is compressed depends on the implementation, which build.py sel
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -47,16 +47,16 @@ SMALLEST_BUCKET_LIMIT = 1 << 20
 class Exchange:
     """Replace each rank's gradients by the gradients of the global batch, over the data axis.
 
-    A step consists of `begin(passes)`, that many backward passes, `reduce()`, the removal of the
-    gradients of frozen parameters (`trained`), `agreed_norm(...)`, the optimizer step, and
+    A step consists of `begin(passes)`, that many backward passes, `reduce()`, the removal of
+    gradients (`TrainedParameters.drop`), `agreed_norm(...)`, the optimizer step, and
     `commit(...)`; TrainStep (engine/step.py) is the caller. During the last backward pass most
     implementations compress and send gradients from hooks (GradientHooks), as listed at the top of
     this file. Every rank participates in each step, even if it has no backward pass or if a pass
-    did not reach some parameters: these gradients count as zero.
+    did not reach some parameters: these gradients are sent as zeros.
 
     `reduce` returns neither the norm nor the frozen parameters: both depend on the control vector
     (engine/step.py), whose all-reduce overlaps with the exchange. It carries the loss weights that
-    scale the gradients, and the ranks' frozen parameters.
+    scale the gradients, and the parameters that the ranks have frozen or reached.
 
     If a rank is lost, the waiting call raises RankLostError. An elastic run then shuts Horovod
     down, calls `abort()` (or drops the exchange, if a model spans ranks) and joins the next
@@ -83,6 +83,14 @@ class Exchange:
 
     def begin(self, passes: int) -> None:
         """Begin a step with this number of backward passes on this rank; may be 0."""
+
+    def reached(self) -> Collection[nn.Parameter] | None:
+        """Return the parameters to which this rank's passes of this step gave a gradient.
+
+        None: unknown, or a parameter without a gradient may have one from an earlier step, in a
+        residual: all parameters count as reached.
+        """
+        return None
 
     def memory(self) -> Mapping[nn.Parameter, Tensor]:
         """Return the tensors that replace `parameter.grad` between the passes of a step."""
@@ -131,8 +139,9 @@ class TrainedParameters:
     A task or a script may freeze parameters before or during a run (`requires_grad_(False)`) and
     unfreeze them again.
     Their gradients are still sent, as zeros, so that no rank waits for another and sums are rounded
-    as before the freezing. Then `drop_frozen` removes them, and the optimizer skips these
-    parameters: no momentum, no weight decay.
+    as before the freezing. Then `drop` removes them, and those of parameters that no pass of any
+    rank has reached, as torch has None there. The optimizer skips these parameters: no momentum, no
+    weight decay.
 
     Args:
         optimizer: over parameters of `model`.
@@ -141,6 +150,7 @@ class TrainedParameters:
     Attributes:
         in_order: the parameters.
         names: parameter -> its name.
+        dropped: names of the parameters without a gradient in this step, on all ranks.
         all_names: names of the parameters of all ranks, identical on all ranks. If a model spans
             ranks, spanning.py adds the names that are not on this rank.
     """
@@ -149,6 +159,7 @@ class TrainedParameters:
         self.names = parameter_names(optimizer, model)
         self.in_order = [p for p in model.parameters() if p in self.names]
         self.all_names = [self.names[p] for p in self.in_order]
+        self.dropped: Collection[str] = ()
         # The optimizer does not have these: they were frozen when the model was created.
         self._unknown = [(n, p) for n, p in model.named_parameters() if p not in self.names]
 
@@ -169,13 +180,11 @@ class TrainedParameters:
         frozen = {self.names[p] for p in self.in_order if not p.requires_grad}
         return [name in frozen for name in self.all_names]
 
-    def drop_frozen(self, frozen: Sequence[bool]) -> None:
-        """Remove gradients of frozen parameters from this step; `frozen` is equal on all ranks."""
-        if not any(frozen):
-            return
-        names = {name for name, is_frozen in zip(self.all_names, frozen, strict=True) if is_frozen}
-        for parameter in self.in_order:
-            if self.names[parameter] in names:
+    def drop(self, unused: Sequence[bool]) -> None:
+        """Remove gradients of frozen and of unreached parameters; `unused`: equal on all ranks."""
+        self.dropped = {name for name, drop in zip(self.all_names, unused, strict=True) if drop}
+        for parameter in self.in_order if self.dropped else ():
+            if self.names[parameter] in self.dropped:
                 parameter.grad = None
 
 
@@ -249,6 +258,7 @@ class GradientHooks:
             arrived.
 
     Attributes:
+        reached: parameters to which a pass of this step gave a gradient.
         first_complete_at: time.perf_counter() when the step's first bucket was complete; None
             before.
     """
@@ -266,8 +276,9 @@ class GradientHooks:
         self._bucket_of = {p: number for number, bucket in enumerate(groups) for p in bucket}
         self._bucket_sizes = [len(bucket) for bucket in groups]
         self._missing: list[int] = []  # parameters of each bucket that are not ready yet
-        self._reached: dict[Tensor, int] = {}
+        self._counts: dict[Tensor, int] = {}
         self._passes = 0
+        self.reached: set[nn.Parameter] = set()
         self.first_complete_at: float | None = None
         # These hooks run before other hooks at the same node, and also if nothing is accumulated.
         # torch keeps neither nodes nor hooks alive.
@@ -281,13 +292,14 @@ class GradientHooks:
     def begin(self, passes: int) -> None:
         """Begin a step of at least one backward pass."""
         self._passes = passes
-        self._reached.clear()
+        self._counts.clear()
+        self.reached.clear()
         self._missing = list(self._bucket_sizes)
         self.first_complete_at = None
 
     def unreached(self) -> list[nn.Parameter]:
         """Parameters that some pass has not reached so far."""
-        return [p for p in self._parameters.in_order if self._reached.get(p, 0) < self._passes]
+        return [p for p in self._parameters.in_order if self._counts.get(p, 0) < self._passes]
 
     def incomplete(self) -> list[int]:
         """Numbers of the incomplete buckets."""
@@ -303,7 +315,9 @@ class GradientHooks:
         if gradient is not None and gradient.layout != torch.strided:
             name = self._parameters.names[parameter]
             raise UnsupportedTaskError(f"the model's parameter {name} {SPARSE}")
-        self._reached[parameter] = reached = self._reached.get(parameter, 0) + 1
+        if gradient is not None:
+            self.reached.add(parameter)
+        self._counts[parameter] = reached = self._counts.get(parameter, 0) + 1
         if reached > self._passes:
             name = self._parameters.names[parameter]
             raise UnsupportedTaskError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,9 @@ class BucketedExchange(Exchange):
 
     def _send(self, number: int) -> None:
         self._buckets[number].send(alone=hvd.size() == 1)
+
+    def reached(self) -> Collection[nn.Parameter] | None:
+        return None if self._parts else self._hooks.reached
 
     def memory(self) -> Mapping[nn.Parameter, Tensor]:
         pairs = [pair for bucket in self._buckets for pair in bucket.view_of.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -92,14 +92,15 @@ class DenseExchange(Exchange):
         else:
             self._horovod.set_backward_passes_per_step(passes)
 
+    def reached(self) -> Collection[nn.Parameter] | None:
+        # One process keeps the gradients, None or not, as autograd leaves them.
+        return self._hooks.reached if self._distributed and not self.state_parts() else None
+
     def memory(self) -> Mapping[nn.Parameter, Tensor]:
         return self._memory.place_of if self._memory is not None else {}
 
     def reduce(self) -> None:
         if not self._distributed:
-            for parameter in self.parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
             # The hooks detect untrainable models in the first step; one process needs them no more.
             self._hooks.stop()
             return

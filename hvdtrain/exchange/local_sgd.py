@@ -6,7 +6,9 @@ Stich, "Local SGD converges fast and communicates little", arXiv:1805.09767; Dou
 
 from __future__ import annotations
 
+import math
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,15 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.errors import UnsupportedTaskError
+from hvdtrain.errors import EXIT_USER, UnsupportedTaskError
 from hvdtrain.exchange.base import Exchange, TrainedParameters, buckets
 from hvdtrain.optim.trainable import SPARSE
-from hvdtrain.runtime.collectives import begin_sum, completed, sum_
+from hvdtrain.runtime.collectives import AgreedError, begin_sum, completed, sum_
 from hvdtrain.runtime.horovod import hvd
 from hvdtrain.runtime.state_part import Scope, StatePart
 
 # Nothing is computed meanwhile, so only the memory of its copy limits a bucket.
 _BUCKET_BYTES = 64 << 20
+_DIGESTS = 1 << 16  # so that sums of squares over a million ranks are exact
 
 
 @dataclass(frozen=True)
@@ -111,16 +114,32 @@ class LocalSgd(Exchange):
                 parameter.grad.mul_(self._micro_batches / self._passes)
 
     def agreed_norm(self, own: Tensor) -> Tensor:
-        """Return the root mean square of all ranks' norms: non-finite on all ranks if on any."""
-        squares = own.detach().double().square()
-        return (sum_(squares, "local_sgd.norm") / hvd.size()).sqrt()
+        """Return the root mean square of all ranks' norms: non-finite on all ranks if on any.
+
+        Raises:
+            AgreedError: a script has deleted gradients on some ranks only.
+        """
+        missing = [self.trained.names[p] for p in self.parameters if p.grad is None]
+        digest = float(zlib.crc32(repr(missing).encode()) % _DIGESTS)
+        values = own.new_tensor([0.0, digest, digest * digest], dtype=torch.float64)
+        values[0] = own.detach().double().square()
+        square, total, squares = sum_(values, "local_sgd.norm").tolist()
+        if squares * hvd.size() != total * total:  # exact: they are integers
+            raise AgreedError(
+                "a script has set p.grad = None on some ranks only, which cannot be averaged: "
+                "freeze parameters in the same step on all ranks, for example by the step's index",
+                EXIT_USER,
+                rank=0,
+            )
+        return torch.tensor(math.sqrt(square / hvd.size()), dtype=torch.float64)
 
     def commit(self, applied: bool) -> None:
         if not applied:
             return
         self._steps += 1
         self._all_passes += self._passes
-        self._moved.update(p for p in self.parameters if p.grad is not None)  # others are frozen
+        # Others are frozen, or a script has deleted their gradients on all ranks.
+        self._moved.update(p for p in self.parameters if p.grad is not None)
 
     @torch.no_grad()
     def average(self) -> None:

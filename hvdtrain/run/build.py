@@ -19,6 +19,7 @@ from hvdtrain.engine.accumulate import Accumulate, Passes
 from hvdtrain.engine.changing_buffers import ChangingBuffers
 from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.engine.interleave import InterleavedBackward
+from hvdtrain.engine.iteration import Iteration
 from hvdtrain.engine.local_steps import LocalSteps
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, TrainingPlan
 from hvdtrain.engine.memory import arrange_activations, compile_blocks
@@ -64,6 +65,7 @@ class RunComponents:
         flops: None if the model's FLOPs or the device's peak are unknown.
         agreement: in an elastic run whose ranks hold shards of the model or its optimizer.
         interleaved: with batch.interleave.
+        iteration: of a script with its own loop.
     """
 
     prepared: Prepared
@@ -79,6 +81,7 @@ class RunComponents:
     agreement: Agreement | None = None
     interleaved: InterleavedBackward | None = None
     older: Snapshot | None = None
+    iteration: Iteration | None = None
 
     @property
     def task(self) -> Task:
@@ -170,6 +173,7 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
         ema=ema,
         agreement=strategy.agreement(state),
         interleaved=interleaved,
+        iteration=Iteration(script, state) if script is not None else None,
     )  # fmt: skip
 
 
@@ -239,11 +243,11 @@ def build_loop(
         loss_scale,
         components.strategy.norm(context.device),
     )
-    script = optional(components.task, "script_state")
-    if script is not None:
+    if components.iteration is not None:
         passes.changing = ChangingBuffers(state.model, passes.buffers.add)
     # In a script with its own loop, only the script can compute a gradient.
-    every = (config.integrity.replay_every or 0) if actions is not None and script is None else 0
+    replays = actions is not None and components.iteration is None
+    every = (config.integrity.replay_every or 0) if replays else 0
     topology = context.mesh.topology
     plan = ReplayPlan(every, topology.rank, topology.hosts)
     dataset, samples = components.datasets.train, state.progress.samples
@@ -285,7 +289,7 @@ def build_loop(
         callbacks,
         interruptions,
         context,
-        script,
+        components.iteration,
     )
 
 

@@ -120,6 +120,7 @@ class Generation:
         self._spiked: Progress | None = None  # of the newest state, if its last step was a spike
         self._lost_step: int | None = None  # step whose state all its holders lost
         self._from_copies = False  # the state is from copies in memory
+        self._within_iterations = False  # some ranks of a script's own loop
 
     def steps(self) -> Generator[Step, None, int]:
         """Yield each step until the run's end; return the exit code.
@@ -132,6 +133,8 @@ class Generation:
         check_hierarchical(self._config, self._topology)
         self._persistent.phase = STATE_TRANSFER
         source, targets = self._compare_ranks()
+        if self._within_iterations:
+            yield from self._finish_iterations()
         if self._components.exporter is not None:
             self._components.exporter.describe(run_facts(self._config))
         self._check_memory()
@@ -155,6 +158,7 @@ class Generation:
             persistent.trained, step, agreement.reachable_step(step) if agreement else step
         )
         port = components.exporter.port if components.exporter else 0
+        iteration = components.iteration
         identity = components.prepared.identity(self._launched.digest)
         facts = gather_json(
             {
@@ -163,12 +167,14 @@ class Generation:
                 "newest": persistent.newest,
                 "copied": persistent.copied_step,
                 "damaged": persistent.damaged_copies,
+                "within": iteration is not None and iteration.after_block,
                 "run": persistent.run_id,
                 "identity": asdict(identity),
                 "target": ExporterAddress(topology.host, self._launched.local_rank, port),
             },
             "rendezvous",
         )
+        self._within_iterations = any(fact["within"] for fact in facts)
         statuses = [RankStatus(**fact["status"]) for fact in facts]
         newest = max((s.step for s in statuses if s.trained), default=-1)
         if agreement is not None and persistent.trained:
@@ -189,6 +195,21 @@ class Generation:
             raise_first([own.differs_from(expected, host) for own in identities])
         persistent.take_run_id(theirs["run"])
         return source, [ExporterAddress(*fact["target"]) for fact in facts]
+
+    def _finish_iterations(self) -> Generator[Step, None, None]:
+        """Let the ranks that are within an iteration of a script's loop finish it first.
+
+        Raises:
+            RankLostError: another generation follows.
+        """
+        iteration, persistent = self._components.iteration, self._persistent
+        assert iteration is not None
+        persistent.phase = TRAINING
+        self._context.heartbeat.beat(Activity.WORKING)
+        yield from iteration.finish()
+        iteration.wait_for_others()
+        self._context.heartbeat.beat(Activity.PREPARING)
+        persistent.phase = STATE_TRANSFER
 
     def _take_over(self, source: int | None) -> int | None:
         """Bring every rank to the same state; all ranks decide identically from the statuses.
@@ -529,6 +550,8 @@ def restore_consistent_state(components: RunComponents) -> bool:
     diverged = isinstance(components.exchange, LocalSgd) and components.exchange.diverged
     if components.snapshot is not None and diverged:
         components.snapshot.restore()
+        if components.iteration is not None:
+            components.iteration.abandon()
     older, components.older = components.older, None
     if older is None:
         return False

@@ -54,6 +54,7 @@ from hvdtrain.elastic.membership import (
 )
 from hvdtrain.elastic.status import RENDEZVOUS, STATE_TRANSFER, TRAINING, ProcessStatus
 from hvdtrain.elastic.watchdog import KeptWatchdog
+from hvdtrain.engine.iteration import Iteration
 from hvdtrain.engine.loop import MembershipChanged, SpikeRollback, Step
 from hvdtrain.errors import EXIT_CRASH, crash
 from hvdtrain.log import logger
@@ -176,6 +177,13 @@ class Session:
     def device(self) -> torch.device:
         """Device of this process; known inside the loop."""
         return self._prepared.device
+
+    @property
+    def iteration(self) -> Iteration:
+        """Of a script with its own loop; known inside the loop."""
+        assert self._components is not None
+        assert self._components.iteration is not None
+        return self._components.iteration
 
     @property
     def batch(self) -> BatchConfig:

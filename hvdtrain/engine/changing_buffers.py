@@ -9,8 +9,8 @@ all ranks, and for any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import broadcast_tensors, gather_json
 from hvdtrain.runtime.mesh import Topology
 
+if TYPE_CHECKING:
+    from hvdtrain.engine.accumulate import SavedBuffers
+
 Place = tuple[nn.Module, str]
 
 
@@ -29,23 +32,29 @@ class ChangingBuffers:
 
     In its first step a rank compares the values of all buffers, and of tensors that are plain
     attributes of modules. The ranks agree on those that have changed. From then on only these are
-    copied and sent. If another one is written later, torch's version counters tell, without waiting
-    for the device, and its values are compared in the next step.
+    sent. If another one is written later, torch's version counters tell, without waiting for the
+    device. A saved buffer is sent from that step on, even if it gets the same values: it may change
+    once in a thousand steps. Any other tensor, of which there is no copy from before the step, is
+    compared in the next steps.
 
     Args:
         model: what is trained.
-        restore: called with the place, the tensor and a copy of its values before the step, so that
-            a failed step restores them.
+        saved: copies of the saved buffers from before the step. All tensors that change are added,
+            so that a failed step restores them.
     """
 
-    def __init__(self, model: nn.Module, restore: Callable[[Place, Tensor, Tensor], None]) -> None:
-        self._model, self._restore = model, restore
+    def __init__(self, model: nn.Module, saved: SavedBuffers) -> None:
+        self._model, self._saved = model, saved
         self._places: dict[str, Place] | None = None  # by name, from the first step on
         self._shared: dict[str, list[Any]] = {}  # agreed: shapes and dtypes
         self._found: dict[str, list[Any]] = {}  # by this rank, since the ranks have agreed
-        self._suspects: set[str] = set()  # to be compared in the next step
+        self._suspects: set[str] = set()  # not saved, to be compared in the next steps
         self._constant: set[str] = set()  # written, with the same values
-        self._before: dict[str, tuple[Tensor, Tensor]] = {}  # tensors, and copies of their values
+        # Tensors and copies of their values, from before the step.
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        self._unwritten: dict[
+            str, tuple[Tensor, Tensor]
+        ] = {}  # saved buffers that are not compared
         self._versions: dict[str, tuple[Tensor, int]] = {}
         self._agreed = False
 
@@ -61,16 +70,18 @@ class ChangingBuffers:
             self._places = _places_of(self._model)
         if not self._places:
             return
-        now = {name: getattr(*place, None) for name, place in self._places.items()}
-        compared = {*self._shared, *self._suspects} if self._agreed else now.keys()
-        self._before, self._versions = {}, {}
-        for name, tensor in now.items():
-            if not isinstance(tensor, Tensor):
+        saved = dict(zip(self._saved.places, self._saved.values, strict=True))
+        compared = {*self._shared, *self._suspects} if self._agreed else self._places.keys()
+        self._before, self._unwritten, self._versions = {}, {}, {}
+        for name, place in self._places.items():
+            tensor = getattr(*place, None)
+            if not isinstance(tensor, Tensor) or name in self._constant:
                 continue
+            self._versions[name] = tensor, tensor._version
             if name in compared:
                 self._before[name] = tensor, tensor.detach().clone()
-            elif name not in self._constant:
-                self._versions[name] = tensor, tensor._version
+            elif place in saved:
+                self._unwritten[name] = tensor, saved[place]
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -85,21 +96,27 @@ class ChangingBuffers:
         """Find what a micro-batch has changed."""
         if not self._places:
             return
+        written = {name for name, seen in self._versions.items() if self._is_written(name, *seen)}
+        new = written & self._unwritten.keys()
+        for name in new:
+            self._before[name] = self._unwritten.pop(name)
         for name, (tensor, value) in self._before.items():
             if name in self._shared or name in self._found:
                 continue
             now = getattr(*self._places[name], None)
             if not isinstance(now, Tensor) or now.requires_grad or now.shape != value.shape:
                 continue  # each forward pass computes it
-            if not _same(now, value):
+            if name in new or not _same(now, value):
                 self._found[name] = [list(now.shape), str(now.dtype).removeprefix("torch.")]
-                self._restore(self._places[name], tensor, value)
-            elif name in self._suspects:
+                self._saved.add(self._places[name], tensor, value)
+            elif name in self._suspects & written:
                 self._constant.add(name)
-        for name, (tensor, version) in self._versions.items():
-            now = getattr(*self._places[name], None)
-            if now is not tensor or tensor._version != version:
-                self._suspects.add(name)
+        self._suspects |= written - self._before.keys()
+
+    def _is_written(self, name: str, tensor: Tensor, version: int) -> bool:
+        assert self._places is not None
+        now = getattr(*self._places[name], None)
+        return now is not tensor or tensor._version != version
 
     def agree(self, topology: Topology) -> None:
         """Agree with the other ranks on the buffers that change; all ranks call it.

@@ -4,7 +4,7 @@
     python -m tests.soak.third_parties [ROW...]   run all rows, or these; update docs/third-party.md
 
 Each row is a part of tests/support/third_parties, in a small model. Runs train all parts at once,
-see tests/support/scripts/third_parties.py. If such a run fails, its parts are divided until those
+see tests/support/third_parties/script.py. If such a run fails, its parts are divided until those
 that fail are alone. Two runs give one result if all tensors at the end are bitwise identical, on
 all ranks. All rows take 15 minutes on two cores.
 """

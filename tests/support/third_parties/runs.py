@@ -1,4 +1,4 @@
-"""Runs of the script tests/support/scripts/third_parties.py, and comparisons of their ends."""
+"""Runs of script.py, and comparisons of their ends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from hvdtrain.launch.commands import elastic_horovodrun
 from tests.support import runs, warm
 from tests.support.job import Finished
-from tests.support.own_loops import EXACT, FLAGS, SCRIPTS
+from tests.support.own_loops import EXACT, FLAGS
 from tests.support.third_parties.part import DURATION
 
 PRELOAD = "torch._dynamo tests.support.third_parties.imported"
 STOPPED_AFTER = 11  # steps, of a run that is resumed
 SECONDS = 300.0
-SCRIPT = str(SCRIPTS / "third_parties.py")
+SCRIPT = str(Path(__file__).with_name("script.py"))
 End = Mapping[str, Mapping[str, Tensor]]  # of a rank: part -> tensors by name
 
 

@@ -9,8 +9,8 @@ all ranks, and for any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import broadcast_tensors, gather_json
 from hvdtrain.runtime.mesh import Topology
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.accumulate import SavedBuffers
 
 Place = tuple[nn.Module, str]
 
@@ -39,12 +36,18 @@ class ChangingBuffers:
 
     Args:
         model: what is trained.
-        saved: copies of the saved buffers from before the step. All tensors that change are added,
-            so that a failed step restores them.
+        saved: returns copies of the saved buffers from before the step.
+        restore: called with the place, the tensor and a copy of its values before the step, so that
+            a failed step restores them.
     """
 
-    def __init__(self, model: nn.Module, saved: SavedBuffers) -> None:
-        self._model, self._saved = model, saved
+    def __init__(
+        self,
+        model: nn.Module,
+        saved: Callable[[], Mapping[Place, Tensor]],
+        restore: Callable[[Place, Tensor, Tensor], None],
+    ) -> None:
+        self._model, self._saved, self._restore = model, saved, restore
         self._places: dict[str, Place] | None = None  # by name, from the first step on
         self._shared: dict[str, list[Any]] = {}  # agreed: shapes and dtypes
         self._found: dict[str, list[Any]] = {}  # by this rank, since the ranks have agreed
@@ -70,7 +73,7 @@ class ChangingBuffers:
             self._places = _places_of(self._model)
         if not self._places:
             return
-        saved = dict(zip(self._saved.places, self._saved.values, strict=True))
+        saved = self._saved()
         compared = {*self._shared, *self._suspects} if self._agreed else self._places.keys()
         self._before, self._unwritten, self._versions = {}, {}, {}
         for name, place in self._places.items():
@@ -108,7 +111,7 @@ class ChangingBuffers:
                 continue  # each forward pass computes it
             if name in new or not _same(now, value):
                 self._found[name] = [list(now.shape), str(now.dtype).removeprefix("torch.")]
-                self._saved.add(self._places[name], tensor, value)
+                self._restore(self._places[name], tensor, value)
             elif name in self._suspects & written:
                 self._constant.add(name)
         self._suspects |= written - self._before.keys()

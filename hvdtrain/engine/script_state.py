@@ -140,7 +140,8 @@ class ScriptState:
     def restore(self) -> None:
         """Give the objects the state of the last `keep` or `load`.
 
-        Lists, sets, dicts and tensors are filled in place, as the script may hold them under other names.
+        Lists, sets, dicts and tensors are filled in place: the script may hold them under other
+        names.
         If the objects have this state already, because a new run begins, they are not touched.
 
         Raises:

@@ -44,6 +44,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(PACKAGES)])  # 
 
 from tests.support.third_parties import GROUPS, PARTS, installed, plain, runs  # noqa: E402
 
+runs.PRELOAD = "torch._dynamo tests.support.third_parties.imported"
 Run = Callable[[Path, Sequence[str]], list[runs.End]]
 
 

@@ -17,7 +17,7 @@ from tests.support.job import Finished
 from tests.support.own_loops import EXACT, FLAGS
 from tests.support.third_parties.part import DURATION
 
-PRELOAD = "torch._dynamo tests.support.third_parties.imported"
+PRELOAD = "torch._dynamo pytorch_optimizer"
 STOPPED_AFTER = 11  # steps, of a run that is resumed
 SECONDS = 300.0
 SCRIPT = str(Path(__file__).with_name("script.py"))

@@ -462,7 +462,7 @@ class Training:
         step.values.update({name: float(value) for name, value in values.items()})
 
     def evaluate(self, function: Callable[..., Value | float], items: int | None = None) -> float:
-        """Return the mean of `function` over all ranks; all ranks call it, after a step's block.
+        """Return the mean of `function` over all ranks; all ranks call it, outside a step's block.
 
         The model is in eval mode, and no gradients are recorded. The mean does not depend on the
         number of ranks if each rank evaluates its `share` of the data, without random numbers; or
@@ -481,7 +481,7 @@ class Training:
         """
         step = self._step
         if step is None:
-            raise UserError("training.evaluate is called inside the loop, after a step's block")
+            raise UserError("training.evaluate is called inside the loop")
         while not step.failed:
             try:
                 comm.COLLECTIVES.refuse("")

@@ -1,10 +1,11 @@
 """Buffers that a script's forward passes change, other than BatchNorm's running statistics.
 
-Codebooks, observers of quantizers, the vectors of a spectral norm, running means, counters: their
-changes cannot be averaged in general, so each step keeps those of one micro-batch, the last of the
-global batch. Each micro-batch begins with the values before the step, and after the exchange the
-rank of the last micro-batch sends its values to the others. The values are therefore the same on
-all ranks, and for any number of ranks.
+Codebooks, observers of quantizers, the vectors of a spectral norm, running means, counters, and
+frozen parameters that follow trained ones, such as MoCo's key encoder: their changes cannot be
+averaged in general, so each step keeps those of one micro-batch, the last of the global batch. Each
+micro-batch begins with the values before the step, and after the exchange the rank of the last
+micro-batch sends its values to the others. The values are therefore the same on all ranks, and for
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ Place = tuple[nn.Module, str]
 class ChangingBuffers:
     """Find the buffers that change, and give all ranks the same values after each step.
 
-    In its first step a rank compares the values of all buffers, and of tensors that are plain
-    attributes of modules. The ranks agree on those that have changed. From then on only these are
-    sent. If another one is written later, torch's version counters tell, without waiting for the
-    device. A saved buffer is sent from that step on, even if it gets the same values: it may change
-    once in a thousand steps. Any other tensor, of which there is no copy from before the step, is
-    compared in the next steps.
+    In its first step a rank compares the values of all buffers, of tensors that are plain
+    attributes of modules, and of frozen parameters (unless these are larger than the trained ones,
+    as a frozen base model is: then a change is an error). The ranks agree on those that have
+    changed. From then on only these are sent. If another buffer is written later, torch's version
+    counters tell, without waiting for the device. A saved buffer is sent from that step on, even if
+    it gets the same values: it may change once in a thousand steps. Any other tensor, of which
+    there is no copy from before the step, is compared from the next step on.
 
     Args:
         model: what is trained.
@@ -49,16 +51,15 @@ class ChangingBuffers:
     ) -> None:
         self._model, self._saved, self._restore = model, saved, restore
         self._places: dict[str, Place] | None = None  # by name, from the first step on
+        self._frozen: set[str] = set()  # names of parameters among them
+        self._large = False  # they are larger than the trained ones
         self._shared: dict[str, list[Any]] = {}  # agreed: shapes and dtypes
         self._found: dict[str, list[Any]] = {}  # by this rank, since the ranks have agreed
-        self._suspects: set[str] = set()  # not saved, to be compared in the next steps
-        self._constant: set[str] = set()  # written, with the same values
-        # Tensors and copies of their values, from before the step.
+        self._suspects: set[str] = set()  # written, perhaps with the same values
+        # Tensors, and copies of their values before the step.
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
-        self._unwritten: dict[
-            str, tuple[Tensor, Tensor]
-        ] = {}  # saved buffers that are not compared
-        self._versions: dict[str, tuple[Tensor, int]] = {}
+        self._unwritten: dict[str, tuple[Tensor, Tensor]] = {}  # saved buffers, not yet compared
+        self._versions: dict[str, tuple[Tensor, int, int]] = {}
         self._agreed = False
 
     @property
@@ -70,21 +71,23 @@ class ChangingBuffers:
     def begin(self) -> None:
         """Note the values before the micro-batches of a step."""
         if self._places is None:
-            self._places = _places_of(self._model)
+            self._find_places()
         if not self._places:
             return
+        now = {name: getattr(*place, None) for name, place in self._places.items()}
+        first = now.keys() - (self._frozen if self._large else set())
+        compared = {*self._shared, *self._suspects} if self._agreed else first
         saved = self._saved()
-        compared = {*self._shared, *self._suspects} if self._agreed else self._places.keys()
         self._before, self._unwritten, self._versions = {}, {}, {}
-        for name, place in self._places.items():
-            tensor = getattr(*place, None)
-            if not isinstance(tensor, Tensor) or name in self._constant:
+        for name, tensor in now.items():
+            if not isinstance(tensor, Tensor):
                 continue
-            self._versions[name] = tensor, tensor._version
             if name in compared:
                 self._before[name] = tensor, tensor.detach().clone()
-            elif place in saved:
-                self._unwritten[name] = tensor, saved[place]
+            else:
+                self._versions[name] = tensor, tensor._version, tensor.data_ptr()
+                if (place := self._places[name]) in saved:
+                    self._unwritten[name] = tensor, saved[place]
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -100,9 +103,14 @@ class ChangingBuffers:
         if not self._places:
             return
         written = {name for name, seen in self._versions.items() if self._is_written(name, *seen)}
+        for name in sorted(written & self._frozen):
+            raise UserError(
+                f"forward passes change the frozen parameter {name} of a model whose frozen "
+                "parameters are larger than the trained ones, so they are not copied in each "
+                "step: change it after the step's block, or make it a buffer"
+            )
         new = written & self._unwritten.keys()
-        for name in new:
-            self._before[name] = self._unwritten.pop(name)
+        self._before |= {name: self._unwritten.pop(name) for name in new}
         for name, (tensor, value) in self._before.items():
             if name in self._shared or name in self._found:
                 continue
@@ -112,14 +120,20 @@ class ChangingBuffers:
             if name in new or not _same(now, value):
                 self._found[name] = [list(now.shape), str(now.dtype).removeprefix("torch.")]
                 self._restore(self._places[name], tensor, value)
-            elif name in self._suspects & written:
-                self._constant.add(name)
         self._suspects |= written - self._before.keys()
 
-    def _is_written(self, name: str, tensor: Tensor, version: int) -> bool:
+    def _is_written(self, name: str, tensor: Tensor, version: int, address: int) -> bool:
         assert self._places is not None
         now = getattr(*self._places[name], None)
-        return now is not tensor or tensor._version != version
+        return now is not tensor or tensor._version != version or tensor.data_ptr() != address
+
+    def _find_places(self) -> None:
+        model = self._model
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        frozen = _places(model, _frozen_of)
+        self._frozen = {*frozen}
+        self._large = sum(getattr(*place).numel() for place in frozen.values()) > trained
+        self._places = {**_places(model, _tensors_of), **frozen}
 
     def agree(self, topology: Topology) -> None:
         """Agree with the other ranks on the buffers that change; all ranks call it.
@@ -131,9 +145,18 @@ class ChangingBuffers:
         for found in gather_json(self._found, "buffers.changing"):
             new |= {name: found[name] for name in found.keys() - self._shared.keys() - new.keys()}
         self._shared |= new
+        if self._places is None:
+            self._find_places()
+        assert self._places is not None
+        for name in new.keys() - self._found.keys():  # only other ranks have changed it so far
+            tensor = getattr(*self._places[name])
+            self._restore(self._places[name], tensor, tensor.detach().clone())
         self._suspects -= self._shared.keys()
         self._found.clear()
         self._agreed = True
+        # A script does the same in each step: the others stay as they are.
+        for name in self._frozen - self._shared.keys():
+            self._places.pop(name, None)
         if new and topology.rank == 0:
             self._tell(sorted(new))
 
@@ -163,7 +186,8 @@ class ChangingBuffers:
         if not self._shared or topology.world_size == 1:
             return
         if self._places is None:
-            self._places = _places_of(self._model)
+            self._find_places()
+        assert self._places is not None
         own = {name: getattr(*self._places[name]).detach() for name in sorted(self._shared)}
         device = next(iter(own.values())).device
         for name, (shape, dtype) in self._shared.items():
@@ -193,18 +217,25 @@ class ChangingBuffers:
         setattr(*self._places[name], tensor)
 
 
-def _places_of(model: nn.Module) -> dict[str, Place]:
-    """Buffers and plain tensor attributes, except those of BatchNorm, see BatchStatistics."""
+def _places(
+    model: nn.Module, find: Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
+) -> dict[str, Place]:
+    """Places of the tensors of modules other than BatchNorm, see BatchStatistics."""
     return {
         f"{prefix}.{name}" if prefix else name: (module, name)
         for prefix, module in model.named_modules()
         if not isinstance(module, _NormBase)
-        for name, tensor in _tensors_of(module)
+        for name, tensor in find(module)
         if not tensor.requires_grad and not tensor.is_inference()
     }
 
 
+def _frozen_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_parameters(recurse=False)
+
+
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers and plain attributes."""
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
     yield from ((name, value) for name, value in vars(module).items() if isinstance(value, Tensor))
 

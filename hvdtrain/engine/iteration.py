@@ -17,19 +17,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hvdtrain.engine.loop import Step
 from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.engine.state import RunState, Snapshot
 from hvdtrain.errors import crash
 from hvdtrain.runtime.collectives import RankLostError, gather_json
 from hvdtrain.runtime.mesh import Topology
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.loop import Step
 
 Pairs = list[tuple[float, float]]  # (sum, weight) of parts
 # Evaluates, with this rank's number among the ranks that share the work, their number, and whether

@@ -36,7 +36,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from hvdtrain.data.loader import AFTER_SEED, BLOCK_SEED, STEP_SEED, Batch, StepL
 from hvdtrain.engine.accumulate import RankPasses
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.replay import StepDiscarded
+from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.engine.spikes import Spike, exceeds, loss_limit, passed_over
 from hvdtrain.engine.step import AppliedSteps, Flags, StepResult
 from hvdtrain.errors import EXIT_NOT_FINITE, UserError
@@ -57,9 +58,6 @@ from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.signals import StopFlag
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.iteration import Iteration
 
 Value = Tensor | tuple[Any, Any]
 StepRecord = dict[str, Any]  # one line of metrics.jsonl
@@ -203,6 +201,24 @@ class Stepper(Protocol):
     def due(self, step: int, every: int) -> bool: ...
 
 
+class ScriptIteration(Protocol):
+    """The iteration of a script's own loop, see engine/iteration.py."""
+
+    script: ScriptState
+
+    def begin(self, step: Step) -> Step: ...
+
+    def restore(self) -> None: ...
+
+    def count(self) -> None: ...
+
+    def keep(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def check_structure(self) -> None: ...
+
+
 class Step:
     """One optimizer step: `with step:` runs it, over the global batch.
 
@@ -238,6 +254,7 @@ class Step:
         # Of a micro-batch, until its last backward pass: losses by optimizer, and metrics.
         self._losses: dict[str, Tensor] = {}
         self._metrics: dict[str, Value] = {}
+        self._scalars: dict[int, tuple[Value, Value]] = {}  # as given, and as scalars, by id
         self._failure: Exception | None = None
         self._passes: RankPasses | None = None
         self._exchanged = False
@@ -289,6 +306,7 @@ class Step:
                     self._loop.fail_step()
                     raise
             self.updating = True
+            self._loop.seed_update(self._batch)
             self._loop.end_step()
         except RankLostError as lost:
             return self._fail(lost)
@@ -340,7 +358,6 @@ class Step:
         self._end_micro_batches()
 
     def _end_micro_batches(self) -> None:
-        # Also for an optimizer that draws.
         self._loop.seed(self._batch, BLOCK_SEED)
         self._exchange()
 
@@ -380,7 +397,8 @@ class Step:
                 "step: for batch in step: step.backward(loss)"
             )
         self._loop.check_structure()
-        loss = _scalar_loss(loss, optimizer)
+        # Once per tensor: several optimizers may have the same loss.
+        loss = self._scalars.setdefault(id(loss), (loss, _scalar_loss(loss, optimizer)))[1]
         self.passing = True
         try:
             self._backward(loss, optimizer, metrics)
@@ -420,6 +438,7 @@ class Step:
             # A loss that several optimizers have counts once.
             different = {id(losses[name]): losses[name].detach() for name in several}
             total = torch.stack([*different.values()]).sum()
+        self._scalars.clear()
         forward = self._passes.forward
         if metrics.keys() != {*forward.names[1:]}:
             raise UserError(
@@ -503,7 +522,7 @@ class Loop:
         callbacks: Sequence[Callback],
         interruptions: Interruptions,
         context: RankContext,
-        iteration: Iteration | None = None,
+        iteration: ScriptIteration | None = None,
     ) -> None:
         self.train = plan.train
         self._iteration = iteration
@@ -654,6 +673,11 @@ class Loop:
         """
         if self._iteration is not None:
             seed_all(self._seed, batch, 0, kind)
+
+    def seed_update(self, batch: int) -> None:
+        """Seed what the optimizer of a script draws: the block may draw on some ranks only."""
+        if self._iteration is not None and not self._iteration.script.has_elementwise_optimizer:
+            self.seed(batch, BLOCK_SEED)
 
     def check_structure(self) -> None:
         """Raise UserError if a script's model has other layers or buffers than at its start."""

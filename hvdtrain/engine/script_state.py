@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -105,8 +106,9 @@ class ScriptState:
         self.objects.closed = True
         self._own = _digest(self._tensors)
 
+    @cached_property
     def has_elementwise_optimizer(self) -> bool:
-        """Whether each element's update depends on that element alone, as far as is known."""
+        """Whether an element's update depends on that element alone, as is known of some."""
         one = self._optimizer
         own = one.by_name.values() if isinstance(one, SeveralOptimizers) else [one]
         return all(type(optimizer) in _ELEMENTWISE for optimizer in own)

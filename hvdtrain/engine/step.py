@@ -39,7 +39,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from operator import or_
 from typing import Any
 
 import torch
@@ -237,14 +236,14 @@ class TrainStep:
         works = len(step.assignment) > 0
         frozen = trained.frozen() if works else [False] * len(trained.all_names)
         reached = self._exchange.reached()
-        uses = [True] * len(frozen)
-        if reached is not None:
+        missed = [False] * len(frozen)
+        if reached is not None and len(reached) < len(frozen):
             names = {trained.names[p] for p in reached}
-            uses = [name in names for name in trained.all_names]
-            if not complete and not all(map(or_, uses, frozen)):
+            missed = [name not in names for name in trained.all_names]
+            if not complete and any(m and not f for m, f in zip(missed, frozen, strict=True)):
                 return
         changing = self._passes.changing
-        step.control.send(uses, frozen, changing is not None and changing.news)
+        step.control.send(missed, frozen, changing is not None and changing.news)
 
     def fail(self) -> None:
         """End a step whose passes or exchange have failed: restore what forward passes changed."""
@@ -275,7 +274,9 @@ class TrainStep:
         if self._replay is not None:
             self._replay.compare(step.flags.step)
         values = means(self._passes.forward.names, sums.rows, self._batch.micro_batches)
-        self._exchange.trained.drop([ranks <= 0 for ranks in sums.reached])
+        self._exchange.trained.drop(
+            [ranks >= self._context.mesh.world.size for ranks in sums.missed]
+        )
         self._update.scale(self._passes.forward.gradient_scale(sums.loss_weight))
         step.exchanged = sums, values
 
@@ -503,8 +504,8 @@ class ControlSums:
         steps: sum of the ranks' `step`.
         used: samples and tokens of all ranks' micro-batches.
         rows: rows of the loss and the metrics, 3 rows as returned by `accumulate.rows_of`.
-        reached: for each parameter, the number of ranks whose passes have reached it, less _FROZEN
-            for each rank that has frozen it.
+        missed: for each parameter, the number of ranks whose passes have not reached it, plus
+            _FROZEN for each rank that has frozen it.
         statistics: summed changes of the running statistics; on the device.
     """
 
@@ -515,13 +516,13 @@ class ControlSums:
     steps: float
     used: BatchUsage
     rows: list[list[float]]
-    reached: list[float]
+    missed: list[float]
     statistics: Tensor
 
     @property
     def frozen(self) -> list[int]:
         """For each parameter, how many ranks have frozen it."""
-        return [-math.floor(count / _FROZEN) for count in self.reached]
+        return [int(count // _FROZEN) for count in self.missed]
 
     @property
     def loss_weight(self) -> float:
@@ -556,7 +557,7 @@ class ControlVector:
         numbers = 3 * sizes.values + sizes.statistics
         self._lengths = [len(head), sizes.parameters, parts * numbers]
         self._vector = torch.zeros(sum(self._lengths), dtype=torch.float64, device=context.device)
-        own, self._reached, totals = self._vector.split(self._lengths)
+        own, self._missed, totals = self._vector.split(self._lengths)
         own.copy_(sent(head, context.device))
         totals = totals.view(parts, numbers)
         values = totals[:, : 3 * sizes.values].view(parts, 3, sizes.values)
@@ -565,23 +566,23 @@ class ControlVector:
         self._handle: int | None = None
         self.sent = False
 
-    def send(self, reached: Sequence[bool], frozen: Sequence[bool], news: bool = False) -> None:
+    def send(
+        self, missed: Sequence[bool] = (), frozen: Sequence[bool] = (), news: bool = False
+    ) -> None:
         """Begin the all-reduce; `totals` must be complete.
 
         Args:
-            reached, frozen: whether passes of this rank have reached each parameter, and whether it
-                is frozen.
+            missed: for each parameter, whether no pass of this rank has reached it.
+            frozen: for each parameter, whether it is frozen.
             news: see ControlSums.
         """
         self.sent = True
         if news:
             self._vector[_NEWS] = 1.0
-        if all(reached) and not any(frozen):
-            self._reached.fill_(1.0)
-        else:
-            counts = [r - _FROZEN * f for r, f in zip(reached, frozen, strict=True)]
+        if any(missed) or any(frozen):
+            counts = [m + _FROZEN * f for m, f in zip(missed, frozen, strict=True)]
             own = torch.tensor(counts, dtype=torch.float64)
-            self._reached.copy_(sent(own, self._reached.device))
+            self._missed.copy_(sent(own, self._missed.device))
         if not self._alone:
             self._handle = begin_sum(self._vector, "control")
 
@@ -598,10 +599,10 @@ class ControlVector:
         host_values = iter(vector.tolist())  # the step's first wait for the device
         stops, changes, finishes, news, steps, *counts = islice(host_values, self._lengths[0])
         used = BatchUsage(*map(int, counts))
-        reached = [*islice(host_values, self._lengths[1])]
+        missed = [*islice(host_values, self._lengths[1])]
         rows = [[*islice(host_values, values.shape[1])] for _ in range(3)]
         statistics = self.totals.statistics.value()
-        return ControlSums(stops, changes, finishes, news, steps, used, rows, reached, statistics)
+        return ControlSums(stops, changes, finishes, news, steps, used, rows, missed, statistics)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hvdtrain.runtime.device import widened
 from hvdtrain.runtime.state_part import Scope
@@ -37,6 +38,7 @@ class LossScale:
     scope: Scope = "replicated"
 
     def __init__(self) -> None:
+        self._hooks: list[RemovableHandle] = []
         self._scale = torch.tensor(_FIRST, dtype=torch.float64)
         self._good_steps = torch.tensor(0, dtype=torch.int64)
         self._overflows_left = torch.tensor(_HYSTERESIS, dtype=torch.int64)
@@ -52,7 +54,14 @@ class LossScale:
     def unscale_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Register hooks that divide these parameters' gradients by the scale during backward."""
         for parameter in parameters:
-            parameter.register_hook(lambda gradient: gradient * (1 / self.value))
+            self._hooks.append(
+                parameter.register_hook(lambda gradient: gradient * (1 / self.value))
+            )
+
+    def remove_hooks(self) -> None:
+        """Undo `unscale_gradients`: a script may train its model in another run."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def update(self, applied: bool) -> bool:
         """Update the scale after each step, identically on all ranks.

@@ -129,6 +129,7 @@ class MasterWeights(Optimizer):
                 raise UserError(_not_with_masters(one, "has a state_dict() of its own"))
         super().__init__([{**group} for group in inner.param_groups], defaults={})
         self._inner = inner
+        self._options = [{**group} for group in inner.param_groups]  # as of the last step
         inner.state.clear()
         for group in inner.param_groups:
             group["params"] = [
@@ -140,8 +141,13 @@ class MasterWeights(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Step; parameters without a gradient are skipped."""
         moved = []
-        for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+        groups = self.param_groups, self._inner.param_groups, self._options
+        for own, inner, before in zip(*groups, strict=True):
+            # The schedule of a script changes the inner groups, that of a task changes these.
+            changed = {key for key, value in inner.items() if value is not before.get(key)}
+            own.update({key: inner[key] for key in changed - {"params"}})
             inner.update({key: value for key, value in own.items() if key != "params"})
+            before.update(inner)
             for parameter, master in zip(own["params"], inner["params"], strict=True):
                 if parameter.grad is None:
                     master.grad = None

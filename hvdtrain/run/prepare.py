@@ -125,7 +125,7 @@ def _kernels(task: Task, config: Config) -> tuple[bool, bool]:
     if script is None:
         return config.optim.name == "muon", config.optim.name in _BY_GPU
     # What an optimizer of another package computes is unknown.
-    elementwise = script.has_elementwise_optimizer()
+    elementwise = script.has_elementwise_optimizer
     return not elementwise, not elementwise
 
 

@@ -235,6 +235,8 @@ class Session:
         finally:
             if self._prepared.exporter is not None:
                 self._prepared.exporter.close()
+            if self._prepared.precision.loss_scale is not None:
+                self._prepared.precision.loss_scale.remove_hooks()
             self.persistent.close()
         self.persistent.release()
         self._strategy.close()

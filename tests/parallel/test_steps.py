@@ -123,6 +123,58 @@ def test_only_frozen_parameters_stay_unchanged(
         assert same == [frozen, frozen]
 
 
+class _Heads(_Task):
+    """Its model has a head that a micro-batch uses if its first number is positive."""
+
+    def __init__(self) -> None:
+        pass
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]).double()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        assert isinstance(model, nn.ModuleList)
+        hidden = model[0](batch)
+        if bool(batch[0, 0] > 0):
+            hidden = model[1](hidden)
+        return {"loss": hidden.square().mean()}
+
+
+# Numbers of the micro-batches that use the head, in each step.
+USING = [[], [0, 1, 2, 3], [], [3], [0], [1, 2], []]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("micro_batches", [4, 2, 1])
+@pytest.mark.parametrize("exact", [False, True])
+def test_head_is_left_alone_in_steps_whose_micro_batches_do_not_use_it(
+    topology: Topology, exact: bool, micro_batches: int, name: str
+) -> None:
+    task = _Heads()
+    model, alone = task.model(), task.model()
+    step = _step(task, model, _optimizer(model, name), micro_batches, topology, exact)
+    optimizer = _optimizer(alone, name)
+    close = {"rtol": 1e-6, "atol": 1e-6} if exact else {"rtol": 1e-9, "atol": 1e-12}
+    for number, using in enumerate(USING):
+        own = Assignment(micro_batches, Group(topology.rank, topology.world_size))
+        batches = [_batch(number, j) for j in range(micro_batches)]
+        for j, batch in enumerate(batches):
+            batch[0, 0] = batch[0, 0].abs() if j in using else -batch[0, 0].abs()
+        take_step(step, (batches[j] for j in own), own, 0.05, Flags(False, False, number))
+        optimizer.zero_grad()
+        for batch in batches:
+            (task.loss(alone, batch)["loss"] / micro_batches).backward()
+        expected = [p.grad is None for p in alone.parameters()]
+        assert [p.grad is None for p in model.parameters()] == expected
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05
+        optimizer.step()
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, **close)
+
+
 class _Poisoned(_Task):
     def model(self) -> nn.Module:
         torch.manual_seed(0)

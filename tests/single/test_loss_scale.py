@@ -70,3 +70,13 @@ def test_exchange_receives_unscaled_gradients(passes: int) -> None:
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
     assert len(seen) == 2 * passes and max(float(g.abs().max()) for g in seen) < 1000
+
+
+def test_parameters_of_an_ended_run_get_plain_gradients() -> None:
+    scale, parameter = LossScale(), torch.ones(2, requires_grad=True)
+    scale.unscale_gradients([parameter])
+    scale.scaled(parameter.sum()).backward()
+    assert parameter.grad is not None and parameter.grad.tolist() == [1.0, 1.0]
+    scale.remove_hooks()
+    parameter.sum().backward()
+    assert parameter.grad.tolist() == [2.0, 2.0]

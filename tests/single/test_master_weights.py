@@ -98,6 +98,25 @@ def test_master_weights_resume_bitwise_from_checkpoint() -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_schedule_of_the_wrapped_optimizer_applies() -> None:
+    model = _model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = MasterWeights(inner)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(inner, [1], gamma=0.0)
+
+    def moves(step: int) -> bool:
+        before = [p.detach().clone() for p in model.parameters()]
+        _backward(model, step)
+        optimizer.step()
+        return not all(map(torch.equal, before, model.parameters()))
+
+    assert moves(0)
+    schedule.step()
+    assert not moves(1) and optimizer.param_groups[0]["lr"] == 0.0
+    set_learning_rate(optimizer, 0.5)  # as the schedule of a task
+    assert moves(2) and inner.param_groups[0]["lr"] == 0.5
+
+
 def test_parameter_without_gradient_stays_unchanged_without_master() -> None:
     model = _model()
     optimizer = _optimizer(model, "adamw")

@@ -393,7 +393,7 @@ def buffers(directory: Path) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize(
-    "model", ["spectral", "observed", "mean", "counter", "codebook", "redrawn"]
+    "model", ["spectral", "observed", "mean", "counter", "codebook", "keys", "redrawn"]
 )
 def test_buffers_of_forward_passes_are_the_same_on_any_ranks(tmp_path: Path, model: str) -> None:
     if model == "codebook":

@@ -12,10 +12,12 @@ from tests.support import runs, warm
 from tests.support.own_loops import EXACT, FLAGS, PRELOAD, SCRIPTS, curve, train
 
 SCRIPT = "around_the_block.py"
-WHATS = ["target", "decay", "averages", "before"]
+SOAK = pytest.mark.soak
 
 
-@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize(
+    "what", ["target", "averages", *(pytest.param(w, marks=SOAK) for w in ("decay", "before"))]
+)
 def test_resumed_run_repeats_no_code_around_the_block(tmp_path: Path, what: str) -> None:
     env = {"HVDTRAIN_TEST_WHAT": what}
     whole = train(tmp_path, "whole", SCRIPT, "", *EXACT, **env)
@@ -25,8 +27,18 @@ def test_resumed_run_repeats_no_code_around_the_block(tmp_path: Path, what: str)
     assert ended == whole
 
 
-@pytest.mark.parametrize("place", ["block", "evaluation"])
-@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize(
+    ("what", "place"),
+    [
+        ("target", "block"),
+        ("averages", "evaluation"),
+        ("before", "evaluation"),
+        pytest.param("decay", "block", marks=SOAK),
+        pytest.param("decay", "evaluation", marks=SOAK),
+        pytest.param("averages", "block", marks=SOAK),
+        pytest.param("before", "block", marks=SOAK),
+    ],
+)
 def test_code_around_the_block_counts_once_after_rank_is_killed(
     tmp_path: Path, what: str, place: str
 ) -> None:

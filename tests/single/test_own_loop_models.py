@@ -160,6 +160,12 @@ def test_layer_that_one_rank_freezes_is_refused(tmp_path: Path) -> None:
     assert "step 5: the model's parameter body.weight is frozen on 1 of 2 ranks" in found
 
 
+def test_gradient_that_one_rank_deletes_is_refused_by_local_sgd(tmp_path: Path) -> None:
+    env = {"HVDTRAIN_TEST_LAYERS": "delete on one rank"}
+    found = error(tmp_path, "a", "layers.py", "gloo:2", "--exchange.sync_every", "4", **env)
+    assert "a script has set p.grad = None on some ranks only" in found
+
+
 def test_graph_is_kept_only_if_another_optimizer_needs_it() -> None:
     generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
     fake = generator(torch.ones(1, 2))

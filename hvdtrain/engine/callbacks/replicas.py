@@ -99,6 +99,8 @@ class ReplicaCheck(Callback):
             what = self._what_differs()
             intact = loop.topology.rank in majority
             self._heal(majority[0], keep_buffers=intact and self._script is None)
+            if self._script is not None and not intact:
+                self._script.restore()
             record["healed"] = damaged
             logger.warning(
                 "step %d: %s of %s differed from the other ranks' and "

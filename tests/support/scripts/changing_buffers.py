@@ -43,6 +43,19 @@ class Counter(nn.Module):
         return x * self.ones / (1 + self.count)
 
 
+class Keys(nn.Module):
+    """A layer, and a frozen one that follows it in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key.data = key.data * 0.9 + query.data * 0.1
+        return self.query(x) - 0.1 * self.key(x)
+
+
 class Redrawn(nn.Module):
     """Draws a buffer again in every fifth forward pass, as random features are."""
 
@@ -84,6 +97,7 @@ MODELS = {
     "attribute": lambda: Mean("attribute"),
     "counter": Counter,
     "codebook": Codebook,
+    "keys": Keys,
     "redrawn": Redrawn,
 }
 torch.manual_seed(0)
@@ -98,7 +112,9 @@ with hvdtrain.training(model, optimizer, [*zip(x, y, strict=True)]) as training:
         with step:
             for inputs, wanted in step:
                 step.backward((model(inputs) - wanted).square().mean())
-        own = sum(float(value.detach().double().nan_to_num().sum()) for value in model.buffers())
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        kept = [*model.buffers(), *frozen]
+        own = sum(float(value.detach().double().nan_to_num().sum()) for value in kept)
         training.log(step, buffers=own)
 if training.rank == 0:
     print("END", own)

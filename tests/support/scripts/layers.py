@@ -42,10 +42,12 @@ with hvdtrain.training(model, optimizer, data) as training:
                     model.body.requires_grad_(True)
                 if what == "freeze" or (what == "freeze on one rank" and training.rank == 1):
                     model.body.requires_grad_(False)
-            if what == "queue" and step.index < 9 and not step.done:
+            if what == "queue" and step.index < 9:
                 model.queue = torch.cat([model.queue, torch.full((1, 2), float(step.index))])
             for inputs, wanted in step:
                 step.backward((model(inputs) - wanted).square().mean())
+            if what == "delete on one rank" and training.rank == 1:
+                model.body.weight.grad = None
         if step.index == 3:
             if what == "group":
                 optimizer.add_param_group({"params": [*model.body.parameters()]})

@@ -32,6 +32,7 @@ with hvdtrain.training(model, optimizers, data, metrics=["mae"]) as training:
                     case "one":
                         step.backward(loss, mae=mae)
                     case "each":
+                        loss = loss.reshape(1)
                         step.backward(loss, optimizer="muon", mae=mae)
                         step.backward(loss, optimizer="adamw")
                     case "sum":

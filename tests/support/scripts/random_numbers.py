@@ -1,4 +1,5 @@
-"""A loop that draws random numbers everywhere: mixup, an augmentation, and a noisy evaluation.
+"""A loop that draws random numbers everywhere: mixup, an augmentation, a noisy evaluation, and an
+optimizer.
 
 HVDTRAIN_TEST_WHOLE: the evaluation is one function of a rank's share of the data.
 """
@@ -12,9 +13,18 @@ from torch import nn
 
 import hvdtrain
 
+
+class Noisy(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+optimizer = Noisy(model.parameters(), lr=0.01)
 x = torch.randn(256, 4, generator=torch.Generator().manual_seed(1))
 y = x.sum(1, keepdim=True)
 
@@ -38,6 +48,8 @@ with hvdtrain.training(model, optimizer, [*zip(x, y, strict=True)]) as training:
                 mixed = share * inputs + (1 - share) * inputs.flip(0) * scale + shift
                 step.backward((model(mixed) - wanted).square().mean())
             later = random.random()
+            if training.rank == 0:
+                torch.rand(3), np.random.rand(), random.random()
         training.state["drawn"] = torch.rand(()).item() + np.random.rand() + later
         if step.index % 3 == 2:
             whole = "HVDTRAIN_TEST_WHOLE" in os.environ

@@ -76,14 +76,14 @@ class Runs:
         return {part: shown(runs.difference(ends, expected, part)) for part in parts}
 
     def _ends(self, run: Run, parts: Sequence[str]) -> list[runs.End]:
-        began, passed = time.monotonic(), False
+        began, why = time.monotonic(), ""
         try:
-            ends = run(Path(tempfile.mkdtemp(dir=self._root)), parts)
-            passed = True
-            return ends
+            return run(Path(tempfile.mkdtemp(dir=self._root)), parts)
+        except (runs.PartsError, AssertionError) as error:
+            why = f": {cell(str(error))}"
+            raise
         finally:
-            took = f"{time.monotonic() - began:5.0f} s"
-            print(f"{took}  {len(parts)} parts{'' if passed else ' fail'}", flush=True)
+            print(f"{time.monotonic() - began:5.0f} s  {len(parts)} parts{why}", flush=True)
 
 
 def plain_cell(part: str) -> str:

@@ -49,10 +49,11 @@ def replaced(root: Path, parts: Sequence[str]) -> list[End]:
     hosts.write_text("localhost:3\n")
     rank = ["--network-interfaces", "lo", warm.python(3, PRELOAD), SCRIPT]
     command = elastic_horovodrun(3, 1, 3, ["cat", str(hosts)], rank)
-    _check(_started(root, parts, DURATION, "", command))
+    done = _started(root, parts, DURATION, "", command, HVDTRAIN_TEST_KILL=str(root / "killed"))
+    _check(done)
     sizes = [line["world_size"] for line in runs.metrics(root / "run")]
     if [size for n, size in enumerate(sizes) if sizes[n - 1 : n] != [size]] != [3, 2, 3]:
-        raise PartsError(f"no rank was replaced: {sizes}")
+        raise PartsError(_error(done) or f"no rank was replaced: {sizes}")
     return _ends(root)
 
 
@@ -77,34 +78,40 @@ def _start(root: Path, parts: Sequence[str], steps: int, launcher: str = "") -> 
 
 
 def _started(
-    root: Path, parts: Sequence[str], steps: int, launcher: str, command: Sequence[str]
+    root: Path,
+    parts: Sequence[str],
+    steps: int,
+    launcher: str,
+    command: Sequence[str],
+    **more: str,
 ) -> Finished:
     env = {
         "HVDTRAIN_TEST_PARTS": json.dumps([*parts]),
         "HVDTRAIN_TEST_END": str(root / "end"),
-        "HVDTRAIN_TEST_KILL": str(root / "killed"),
+        **more,
         "PYTHONPATH": os.pathsep.join([str(runs.REPOSITORY), os.environ.get("PYTHONPATH", "")]),
     }
-    if launcher or len(command) == 2:
-        (root / "killed").parent.mkdir(parents=True, exist_ok=True)
-        env.pop("HVDTRAIN_TEST_KILL")
     flags = [*FLAGS, *EXACT, "--train.duration", str(steps), "--run.root", str(root)]
     flags += ["--run.id", "run"]
     return runs.start(root / "output", flags, launcher, env, command).wait(SECONDS)
 
 
 def _check(done: Finished) -> None:
-    if done.returncode == 0:
-        return
+    if done.returncode:
+        raise PartsError(_error(done) or str(done))
+
+
+def _error(done: Finished) -> str:
+    """Return the line that says why a rank has ended."""
     lines = [line.strip() for line in done.stderr.splitlines()]
     for pattern in (
         r"hvdtrain: error: (?:rank \d+ on \S+: )?(.*)",
-        r"(\w*(?:Error|Exception)\b.*)",
+        r"(\w*(?:Error|Exception): .*)",
     ):
         found = [match[1] for line in lines if (match := re.search(pattern, line))]
         if found:
-            raise PartsError(found[0] if "hvdtrain" in pattern else found[-1])
-    raise PartsError(str(done))
+            return found[-1]
+    return ""
 
 
 def _ends(root: Path) -> list[End]:

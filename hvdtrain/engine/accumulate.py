@@ -648,6 +648,10 @@ class SavedBuffers:
             torch._foreach_copy_(self.values, tensors)  # private, see step.py
         self._tensors = tensors
 
+    def by_place(self) -> dict[tuple[nn.Module, str], Tensor]:
+        """Return the values of the last `keep`, not copies."""
+        return dict(zip(self.places, self.values, strict=True))
+
     def add(self, place: tuple[nn.Module, str], tensor: Tensor, value: Tensor) -> None:
         """Also restore this tensor from now on, even in the step that has begun."""
         if place not in self.places:

@@ -10,7 +10,7 @@ any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,25 +31,34 @@ class ChangingBuffers:
     In its first step a rank compares the values of all buffers, of tensors that are plain
     attributes of modules, and of frozen parameters (unless these are larger than the trained ones,
     as a frozen base model is: then a change is an error). The ranks agree on those that have
-    changed. From then on only these are copied and sent. If another buffer is written later,
-    torch's version counters tell, without waiting for the device, and its values are compared from
-    the next step on.
+    changed. From then on only these are sent. If another buffer is written later, torch's version
+    counters tell, without waiting for the device. A saved buffer is sent from that step on, even if
+    it gets the same values: it may change once in a thousand steps. Any other tensor, of which
+    there is no copy from before the step, is compared from the next step on.
 
     Args:
         model: what is trained.
+        saved: returns copies of the saved buffers from before the step.
         restore: called with the place, the tensor and a copy of its values before the step, so that
             a failed step restores them.
     """
 
-    def __init__(self, model: nn.Module, restore: Callable[[Place, Tensor, Tensor], None]) -> None:
-        self._model, self._restore = model, restore
+    def __init__(
+        self,
+        model: nn.Module,
+        saved: Callable[[], Mapping[Place, Tensor]],
+        restore: Callable[[Place, Tensor, Tensor], None],
+    ) -> None:
+        self._model, self._saved, self._restore = model, saved, restore
         self._places: dict[str, Place] | None = None  # by name, from the first step on
         self._frozen: set[str] = set()  # names of parameters among them
         self._large = False  # they are larger than the trained ones
         self._shared: dict[str, list[Any]] = {}  # agreed: shapes and dtypes
         self._found: dict[str, list[Any]] = {}  # by this rank, since the ranks have agreed
         self._suspects: set[str] = set()  # written, perhaps with the same values
-        self._before: dict[str, tuple[Tensor, Tensor]] = {}  # tensors, and copies of their values
+        # Tensors, and copies of their values before the step.
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        self._unwritten: dict[str, tuple[Tensor, Tensor]] = {}  # saved buffers, not yet compared
         self._versions: dict[str, tuple[Tensor, int, int]] = {}
         self._agreed = False
 
@@ -68,7 +77,8 @@ class ChangingBuffers:
         now = {name: getattr(*place, None) for name, place in self._places.items()}
         first = now.keys() - (self._frozen if self._large else set())
         compared = {*self._shared, *self._suspects} if self._agreed else first
-        self._before, self._versions = {}, {}
+        saved = self._saved()
+        self._before, self._unwritten, self._versions = {}, {}, {}
         for name, tensor in now.items():
             if not isinstance(tensor, Tensor):
                 continue
@@ -76,6 +86,8 @@ class ChangingBuffers:
                 self._before[name] = tensor, tensor.detach().clone()
             else:
                 self._versions[name] = tensor, tensor._version, tensor.data_ptr()
+                if (place := self._places[name]) in saved:
+                    self._unwritten[name] = tensor, saved[place]
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -90,26 +102,30 @@ class ChangingBuffers:
         """Find what a micro-batch has changed."""
         if not self._places:
             return
+        written = {name for name, seen in self._versions.items() if self._is_written(name, *seen)}
+        for name in sorted(written & self._frozen):
+            raise UserError(
+                f"forward passes change the frozen parameter {name} of a model whose frozen "
+                "parameters are larger than the trained ones, so they are not copied in each "
+                "step: change it after the step's block, or make it a buffer"
+            )
+        new = written & self._unwritten.keys()
+        self._before |= {name: self._unwritten.pop(name) for name in new}
         for name, (tensor, value) in self._before.items():
             if name in self._shared or name in self._found:
                 continue
             now = getattr(*self._places[name], None)
             if not isinstance(now, Tensor) or now.requires_grad or now.shape != value.shape:
                 continue  # each forward pass computes it
-            if not _same(now, value):
+            if name in new or not _same(now, value):
                 self._found[name] = [list(now.shape), str(now.dtype).removeprefix("torch.")]
                 self._restore(self._places[name], tensor, value)
-        for name, (tensor, version, address) in self._versions.items():
-            now = getattr(*self._places[name], None)
-            if now is tensor and tensor._version == version and tensor.data_ptr() == address:
-                continue
-            self._suspects.add(name)
-            if name in self._frozen:
-                raise UserError(
-                    f"forward passes change the frozen parameter {name} of a model whose frozen "
-                    "parameters are larger than the trained ones, so they are not copied in each "
-                    "step: change it after the step's block, or make it a buffer"
-                )
+        self._suspects |= written - self._before.keys()
+
+    def _is_written(self, name: str, tensor: Tensor, version: int, address: int) -> bool:
+        assert self._places is not None
+        now = getattr(*self._places[name], None)
+        return now is not tensor or tensor._version != version or tensor.data_ptr() != address
 
     def _find_places(self) -> None:
         model = self._model

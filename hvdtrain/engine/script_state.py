@@ -142,7 +142,8 @@ class ScriptState:
     def restore(self) -> None:
         """Give the objects the state of the last `keep` or `load`.
 
-        Lists, dicts and tensors are filled in place, as the script may hold them under other names.
+        Lists, sets, dicts and tensors are filled in place: the script may hold them under other
+        names.
         If the objects have this state already, because a new run begins, they are not touched.
 
         Raises:
@@ -237,6 +238,10 @@ def _filled(current: Any, value: Any, used: set[int]) -> Any:
         items += [*value][len(items) :]
         current.clear()
         current.extend(items)
+        return current
+    if isinstance(value, set):
+        current.clear()
+        current.update(value)
         return current
     if isinstance(value, dict):
         filled = {k: _filled(current[k], v, used) if k in current else v for k, v in value.items()}

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hvdtrain.errors import UserError
 from hvdtrain.optim.algorithms import USES_MUON, Lion, MuonAndAdamW, adamw_8bit, muon_parameters
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
-from hvdtrain.optim.state_dicts import check_restored, members, rest_of, set_rest
+from hvdtrain.optim.state_dicts import aligned, check_restored, members, rest_of, set_rest
 from hvdtrain.runtime.tensor_shards import difference
 from hvdtrain.runtime.wrappers import plain_name
 
@@ -186,7 +186,7 @@ def set_state_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict[str,
             if name in own:
                 parameter = own[name]
                 placed = tensor if entry == "step" and not fused else tensor.to(parameter.device)
-                state.setdefault(parameter, {})[entry] = placed
+                state.setdefault(parameter, {})[entry] = aligned(placed)
         one.state.clear()
         one.state.update(state)
     check_restored(optimizer, now(), tensors)

@@ -20,6 +20,7 @@ from hvdtrain.runtime.tensor_shards import difference
 REST = "state_dict/"  # prefix of all entries that are not tensors of a parameter
 _STRUCTURE = f"{REST}{JSON}"
 _OWN = ("torch.optim.", "hvdtrain.")  # modules of optimizers whose state is tensors of parameters
+_ALIGNMENT = 64  # bytes, on CPUs
 _PARAMETER, _MODEL = "parameter", "model"  # a parameter; a tensor on the model's device
 
 
@@ -133,13 +134,21 @@ def set_rest(
     def find(found: Mapping[str, Any]) -> Tensor:
         key = found["key"]
         if key not in placed:
-            tensor = tensors[key].to("cpu" if found["of"] == "cpu" else device)
+            tensor = aligned(tensors[key].to("cpu" if found["of"] == "cpu" else device))
             placed[key] = _in_order(tensor, found["order"]) if "order" in found else tensor
         return placed[key]
 
     for name, state in content.items():
         _load(ours[name], decode(state, {}, find))
     return set(content)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return a tensor in memory as torch allocates it, from memory of a file if need be.
+
+    Results of BLAS, such as torch.dot, are rounded differently at other addresses.
+    """
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
 
 
 def _order(tensor: Tensor) -> list[int]:

@@ -244,7 +244,8 @@ def build_loop(
         components.strategy.norm(context.device),
     )
     if components.iteration is not None:
-        passes.changing = ChangingBuffers(state.model, passes.buffers.add)
+        saved = passes.buffers
+        passes.changing = ChangingBuffers(state.model, saved.by_place, saved.add)
     # In a script with its own loop, only the script can compute a gradient.
     replays = actions is not None and components.iteration is None
     every = (config.integrity.replay_every or 0) if replays else 0

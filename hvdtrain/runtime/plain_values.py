@@ -1,7 +1,7 @@
 """Plain values as tensors: state of users' objects in checkpoints, without pickling.
 
 Plain values are numbers, text, bytes, None, tensors and their dtypes, numpy arrays, and collections
-of them: lists, tuples, dicts, deques, and collections.Counter, OrderedDict and defaultdict.
+of them: lists, tuples, sets, dicts, deques, and collections.Counter, OrderedDict and defaultdict.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ def encode(
         return [encode(item, name, tensors, keep) for item in value]
     if isinstance(value, tuple):
         return {_KIND: "tuple", "items": [encode(item, name, tensors, keep) for item in value]}
+    if isinstance(value, set):
+        # In an order that does not depend on the process: strings hash differently in each.
+        items = sorted((encode(item, name, tensors, keep) for item in value), key=json.dumps)
+        return {_KIND: "set", "items": items}
     if isinstance(value, deque):
         items = [encode(item, name, tensors, keep) for item in value]
         return {_KIND: "deque", "items": items, "most": value.maxlen}
@@ -112,6 +116,8 @@ def decode(
             return find(value)
         case "tuple":
             return tuple(decode(item, tensors, find) for item in value["items"])
+        case "set":
+            return {decode(item, tensors, find) for item in value["items"]}
         case "deque":
             return deque([decode(item, tensors, find) for item in value["items"]], value["most"])
         case "dtype":

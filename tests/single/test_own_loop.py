@@ -392,7 +392,9 @@ def buffers(directory: Path) -> list[tuple[object, ...]]:
     return [tuple(line.get(name) for name in names) for line in runs.metrics(directory)]
 
 
-@pytest.mark.parametrize("model", ["spectral", "observed", "mean", "counter", "codebook", "keys"])
+@pytest.mark.parametrize(
+    "model", ["spectral", "observed", "mean", "counter", "codebook", "keys", "redrawn"]
+)
 def test_buffers_of_forward_passes_are_the_same_on_any_ranks(tmp_path: Path, model: str) -> None:
     if model == "codebook":
         pytest.importorskip("vector_quantize_pytorch")

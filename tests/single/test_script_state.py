@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.errors import UserError
 from hvdtrain.optim.several import SeveralOptimizers
+from hvdtrain.runtime.plain_values import json_of
 
 COUNTS = st.dictionaries(st.text(max_size=2) | st.integers(), st.integers(), max_size=3)
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -51,6 +52,15 @@ def test_plain_values_arrive_unchanged(values: dict[str, Any]) -> None:
     sent(one, other)
     assert other.objects == values
     assert repr(other.objects) == repr(one.objects), "1 is not True or 1.0"
+
+
+def test_set_is_restored_in_place_and_saved_in_a_fixed_order() -> None:
+    one, other = ScriptState(optimizer()), ScriptState(optimizer())
+    one.objects["seen"], other.objects["seen"] = {"b", "a", ("c", 2)}, (seen := {"d"})
+    sent(one, other)
+    assert other.objects["seen"] is seen and seen == {"b", "a", ("c", 2)}
+    items = json_of(one.tensors())["objects"]["seen"]
+    assert [item for item in items["items"] if isinstance(item, str)] == ["a", "b"]
 
 
 def sequential(owner: torch.optim.Optimizer) -> torch.optim.lr_scheduler.SequentialLR:

@@ -56,6 +56,21 @@ class Keys(nn.Module):
         return self.query(x) - 0.1 * self.key(x)
 
 
+class Redrawn(nn.Module):
+    """Draws a buffer again in every fifth forward pass, as random features are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("features", torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 5 == 0:
+            self.features.copy_(torch.randn(8, 8))
+        return x @ self.features
+
+
 def observed() -> nn.Module:
     from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
@@ -83,6 +98,7 @@ MODELS = {
     "counter": Counter,
     "codebook": Codebook,
     "keys": Keys,
+    "redrawn": Redrawn,
 }
 torch.manual_seed(0)
 changing = MODELS[os.environ["HVDTRAIN_TEST_MODEL"]]()

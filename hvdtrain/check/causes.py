@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from hvdtrain.check.traces import OPTIONS, Difference, Trace, sample_names
+from hvdtrain.check.traces import OPTIONS, Difference, RunTrace, changing_names, sample_names
 
 # A relative difference of a loss or a norm that rounding explains.
 _ROUNDING = 1e-5
@@ -16,10 +16,16 @@ _MOST_NAMES = 4
 # Parts of hvdtrain's warnings, see api/training.py and engine/changing_buffers.py.
 _SCHEDULER = "has a scheduler that is not in training.state"
 _DRAWS = "the function draws random numbers"
+_READ_BEFORE = (
+    "a dataset that returns different contents for a number, depending on what its process has "
+    "read before: a generator, a counter or a position of its own. Make a sample from its number "
+    "alone, or use the random functions of torch, numpy or random, which are seeded for each "
+    "micro-batch"
+)
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CheckEvidence:
     """What the runs of a check show. Each difference is from the run on one rank.
 
     Args:
@@ -34,12 +40,12 @@ class Evidence:
         warnings: hvdtrain's warnings in all runs, and the lines of their output.
     """
 
-    reference: Trace
+    reference: RunTrace
     ranks: Difference | None = None
     resumed: Difference | None = None
     elastic: Difference | None = None
     repeat: Difference | None = None
-    repeated: Trace | None = None
+    repeated: RunTrace | None = None
     hashes: Difference | None = None
     workers: Difference | None = None
     alone: Difference | None = None
@@ -49,12 +55,12 @@ class Evidence:
         return any(part in line for line in self.warnings)
 
 
-def likely_causes(evidence: Evidence) -> list[str]:
+def likely_causes(evidence: CheckEvidence) -> list[str]:
     """Return the causes that the evidence allows, the most likely one first."""
     return [*dict.fromkeys(_causes(evidence))]
 
 
-def _causes(evidence: Evidence) -> Iterator[str]:
+def _causes(evidence: CheckEvidence) -> Iterator[str]:
     if evidence.repeat is not None:
         yield from _not_repeatable(evidence, evidence.repeat)
         return
@@ -74,7 +80,7 @@ def _causes(evidence: Evidence) -> Iterator[str]:
         yield from _of_a_failure(evidence.elastic)
 
 
-def _not_repeatable(evidence: Evidence, repeat: Difference) -> Iterator[str]:
+def _not_repeatable(evidence: CheckEvidence, repeat: Difference) -> Iterator[str]:
     again = "the same run on one rank differs when it is repeated"
     if repeat.starts:
         yield (
@@ -100,6 +106,9 @@ def _not_repeatable(evidence: Evidence, repeat: Difference) -> Iterator[str]:
             "error. Use operations with a deterministic implementation"
         )
     if not kernels:
+        assert evidence.repeated is not None
+        first = changing_names(evidence.reference, evidence.repeated, at_start=True)
+        repeat = replace(repeat, unsaved=tuple(name for name in repeat.unsaved if name in first))
         yield (
             f"unseeded random numbers, or the time: {again}, with the same samples"
             f"{_listed(repeat)}. Use the random functions of torch, numpy or random, which are "
@@ -107,7 +116,7 @@ def _not_repeatable(evidence: Evidence, repeat: Difference) -> Iterator[str]:
         )
 
 
-def _of_random_data(reference: Trace, repeated: Trace, again: str) -> str:
+def _of_random_data(reference: RunTrace, repeated: RunTrace, again: str) -> str:
     moved = any(
         reference.contents[digest].isdisjoint(numbers)
         for digest, numbers in repeated.contents.items()
@@ -125,7 +134,7 @@ def _of_random_data(reference: Trace, repeated: Trace, again: str) -> str:
     )
 
 
-def _of_ranks(evidence: Evidence, found: Difference) -> Iterator[str]:
+def _of_ranks(evidence: CheckEvidence, found: Difference) -> Iterator[str]:
     kind = found.names[0].kind
     if kind == "sample":
         yield from _of_samples(evidence)
@@ -138,13 +147,13 @@ def _of_ranks(evidence: Evidence, found: Difference) -> Iterator[str]:
     elif kind == "buffer":
         yield _of_buffers(found)
     elif kind == "object":
-        names = ", ".join(name.text for name in found.of_kind("object")[:_MOST_NAMES])
+        names = ", ".join(name.plain for name in found.of_kind("object")[:_MOST_NAMES])
         yield (
             f"{names}: computed from a rank's own values, which differ between ranks. Use values "
             "of step.result or training.evaluate, which are the same on all ranks"
         )
     elif kind == "logged":
-        names = ", ".join(name.text.split(" ")[0] for name in found.of_kind("logged"))
+        names = ", ".join(name.plain for name in found.of_kind("logged"))
         drawn = " (hvdtrain warns of them)" if evidence.warned(_DRAWS) else ""
         yield (
             f"{names}: an evaluation that depends on the ranks: random numbers{drawn}, or a mean "
@@ -152,28 +161,17 @@ def _of_ranks(evidence: Evidence, found: Difference) -> Iterator[str]:
             "or return (sum, weight)"
         )
     else:
-        some = set(_ranks_of(evidence, found)) != {*range(max(found.ranks, default=0) + 1)}
-        where = f" on rank {found.ranks[0]} alone" if some and len(found.ranks) == 1 else ""
         yield (
-            f"the loss or the gradient depends on the rank, on the number of ranks, or on earlier "
-            f"micro-batches of the rank{where}{_listed(found)}: training.rank, training.size, or a "
+            "the loss or the gradient depends on the rank, on the number of ranks, or on earlier "
+            f"micro-batches of the rank{_listed(found)}: training.rank, training.size, or a "
             "value that is carried from one micro-batch to the next"
         )
 
 
-def _ranks_of(evidence: Evidence, found: Difference) -> tuple[int, ...]:
-    return found.ranks
-
-
-def _of_samples(evidence: Evidence) -> Iterator[str]:
+def _of_samples(evidence: CheckEvidence) -> Iterator[str]:
     without_workers = [evidence.resumed, evidence.elastic]
     if any(one is not None and "sample" in one.kinds for one in without_workers):
-        yield (
-            "a dataset that returns different contents for a number, depending on what its process "
-            "has read before: a generator, a counter or a position of its own. Make a sample from "
-            "its number alone, or use the random functions of torch, numpy or random, which are "
-            "seeded for each micro-batch"
-        )
+        yield _READ_BEFORE
     elif evidence.workers is not None:
         yield (
             "a dataset that returns different contents in data workers: a file handle that the "
@@ -185,25 +183,26 @@ def _of_samples(evidence: Evidence) -> Iterator[str]:
 
 
 def _of_buffers(found: Difference) -> str:
-    names = [name.text for name in found.of_kind("buffer")]
+    names = [name.plain for name in found.of_kind("buffer")]
     shown = ", ".join(names[:_MOST_NAMES])
     if any(name.endswith(_STATISTICS) for name in names):
         return (
-            f"BatchNorm ({shown}): the statistics change outside the micro-batches, by data of "
-            "each rank, such as a validation in training mode. Validate in training.evaluate, "
+            f"BatchNorm ({shown}): the statistics change outside the micro-batches, such as by a "
+            "validation in training mode. Validate in training.evaluate, "
             "which sets model.eval(), or call model.eval() and then model.train()"
         )
     return (
         f"{shown}: changed outside the forward passes of the micro-batches, by values of each "
-        "rank. Use values of step.result"
+        "rank, or in code that runs again after a resume. Change it in forward passes, or keep it "
+        "in training.state"
     )
 
 
-def _of_resuming(evidence: Evidence, found: Difference) -> Iterator[str]:
+def _of_resuming(evidence: CheckEvidence, found: Difference) -> Iterator[str]:
     kind = found.names[0].kind
     lost = "A new process begins with its first value, after a resume and in a rank that joins"
     if found.starts:
-        names = ", ".join(name.text for name in found.names[:_MOST_NAMES])
+        names = ", ".join(name.plain for name in found.names[:_MOST_NAMES])
         yield (
             f"{names}: load_state_dict() does not restore what state_dict() returned, or the "
             "script changes it before the loop"
@@ -216,10 +215,10 @@ def _of_resuming(evidence: Evidence, found: Difference) -> Iterator[str]:
             f'training.state["scheduler"] = scheduler. {lost}'
         )
     elif kind == "sample":
-        yield (
-            "a dataset that returns different contents for a number, depending on what its process "
-            "has read before: a generator, a counter or a position of its own"
-        )
+        yield _READ_BEFORE
+    elif kind == "buffer":
+        if evidence.ranks is None or "buffer" not in evidence.ranks.kinds:
+            yield _of_buffers(found)
     else:
         buffers = [name for name in found.unsaved if name.startswith("buffer ")]
         if buffers:
@@ -228,11 +227,10 @@ def _of_resuming(evidence: Evidence, found: Difference) -> Iterator[str]:
                 f"with persistent=True. {lost}"
             )
         else:
-            values = {name.text.split(" ")[0] for name in found.of_kind("value")}
             where = (
-                "an attribute of the optimizer that is not in its state_dict(), or a variable"
-                if not values
-                else "a variable, or an attribute of the model or the optimizer"
+                "a variable, or an attribute of the model or the optimizer"
+                if "value" in found.kinds
+                else "an attribute of the optimizer that is not in its state_dict(), or a variable"
             )
             yield (
                 f"state outside training.state and state_dict(): {where}{_listed(found)}. "

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.check.causes import Evidence, likely_causes
-from hvdtrain.check.runs import CheckRun, Runs, pins_hashes
-from hvdtrain.check.traces import Difference, first_difference, only_rounded
+from hvdtrain.check.causes import CheckEvidence, likely_causes
+from hvdtrain.check.runs import CheckRun, RunStarter, pins_hashes
+from hvdtrain.check.traces import Difference, changing_names, first_difference, only_rounded
 from hvdtrain.config_files import read_yaml
 from hvdtrain.errors import UserError
 from hvdtrain.text import aligned, plural
@@ -77,7 +77,7 @@ class Certificate:
         return "\n".join(lines)
 
 
-def check(runs: Runs) -> Certificate:
+def check(runs: RunStarter) -> Certificate:
     """Run the command on several numbers of ranks, and compare the runs.
 
     Raises:
@@ -122,7 +122,9 @@ def _row(first: CheckRun, run: CheckRun, notes: tuple[str, ...] = ()) -> Row:
     return Row(run, first_difference(first.trace, run.trace), notes)
 
 
-def _evidence(runs: Runs, first: CheckRun, rows: Sequence[Row]) -> tuple[Evidence, list[CheckRun]]:
+def _evidence(
+    runs: RunStarter, first: CheckRun, rows: Sequence[Row]
+) -> tuple[CheckEvidence, list[CheckRun]]:
     """Find what differs without other ranks, by runs on one rank."""
     made: list[CheckRun] = []
 
@@ -143,7 +145,12 @@ def _evidence(runs: Runs, first: CheckRun, rows: Sequence[Row]) -> tuple[Evidenc
             alone = differs(lambda: runs.resumed(first, ranks=1))
     texts = [line for run in (first, *(row.run for row in rows), *made) for line in run.output]
     warnings = [w for run in (first, *(row.run for row in rows)) for w in run.warnings()]
-    evidence = Evidence(
+    if repeat is None:
+        noise = changing_names(first.trace, repeated)
+        ranks, resumed, elastic, alone = (
+            one and one.without(noise) for one in (ranks, resumed, elastic, alone)
+        )
+    evidence = CheckEvidence(
         first.trace,
         ranks,
         resumed,

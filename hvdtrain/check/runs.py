@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.check.process import finish
-from hvdtrain.check.traces import Trace
+from hvdtrain.check.traces import RunTrace
 from hvdtrain.checkpoint.layout import finished, step_of
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import elastic_horovodrun, horovodrun
@@ -54,7 +54,7 @@ class CheckRun:
     code: int | None
     directory: RunDirectory
     output: list[str]
-    trace: Trace
+    trace: RunTrace
     failure: str
     seconds: float
 
@@ -66,7 +66,7 @@ class CheckRun:
 
 
 @dataclass
-class Runs:
+class RunStarter:
     """Starts the runs of a check, one after another.
 
     Args:
@@ -168,7 +168,7 @@ class Runs:
         began, output = time.monotonic(), root / "output"
         code = finish(launch([*self.command, *flags]), env, output, self.seconds)
         lines = output.read_text(errors="replace").splitlines()
-        trace = Trace.read(digests)
+        trace = RunTrace.read(digests)
         failure = _failure(code, lines, self.seconds)
         directory, seconds = RunDirectory(root / "run"), time.monotonic() - began
         return CheckRun(title, code, directory, lines, trace, failure, seconds)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,29 @@ class Name:
 
     Args:
         kind: sample, options, value, parameter, optimizer state, buffer, object, logged or other.
-        text: as shown.
-        relative: relative difference of a number.
+        plain: the name.
+        values: both values, if they are numbers.
     """
 
     kind: str
-    text: str
-    relative: float = math.nan
+    plain: str
+    values: tuple[float, float] | None = None
+
+    @property
+    def text(self) -> str:
+        """The name, with both values."""
+        if self.values is None:
+            return self.plain
+        ours, theirs = self.values
+        return f"{self.plain} ({ours:.9g}, not {theirs:.9g})"
+
+    @property
+    def relative(self) -> float:
+        """Relative difference of the values; infinite unless both are finite."""
+        if self.values is None or not all(map(math.isfinite, self.values)):
+            return math.inf
+        ours, theirs = self.values
+        return abs(ours - theirs) / max(abs(ours), abs(theirs))
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,10 @@ class Difference:
     def of_kind(self, kind: str) -> list[Name]:
         return [name for name in self.names if name.kind == kind]
 
+    def without(self, noise: set[str]) -> Difference:
+        """Return the difference without variables that differ in any two processes."""
+        return replace(self, unsaved=tuple(name for name in self.unsaved if name not in noise))
+
     def to_text(self) -> str:
         """Format the difference as one line."""
         first = self.names[0].kind
@@ -78,7 +98,7 @@ _KINDS = (
 
 
 @dataclass
-class Trace:
+class RunTrace:
     """Records of one run.
 
     Args:
@@ -92,7 +112,7 @@ class Trace:
     samples: dict[tuple[int, int], list[list[list[Any]]]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, directory: Path) -> Trace:
+    def read(cls, directory: Path) -> RunTrace:
         """Read the records of all processes of a run."""
         files, trace = DigestFiles(directory), cls()
         latest: dict[tuple[int, int], Line] = {}
@@ -130,7 +150,7 @@ class Trace:
         return found
 
 
-def first_difference(reference: Trace, other: Trace) -> Difference | None:
+def first_difference(reference: RunTrace, other: RunTrace) -> Difference | None:
     """Return the first difference of a run from the run on one rank; None: there is none.
 
     Args:
@@ -158,7 +178,7 @@ def first_difference(reference: Trace, other: Trace) -> Difference | None:
     return None
 
 
-def only_rounded(reference: Trace, other: Trace) -> list[str]:
+def only_rounded(reference: RunTrace, other: RunTrace) -> list[str]:
     """Names of numbers that are equal within the tolerance, and not bitwise, in some step."""
     found: dict[str, None] = {}
     for step, lines in other.steps.items():
@@ -176,7 +196,7 @@ def only_rounded(reference: Trace, other: Trace) -> list[str]:
     return [*found]
 
 
-def _state(trace: Trace, step: int) -> Line | None:
+def _state(trace: RunTrace, step: int) -> Line | None:
     if step in trace.steps:
         return trace.steps[step][0]
     return next((line for line in trace.starts if line["step"] == step), None)
@@ -192,8 +212,8 @@ def _differing(expected: Line, line: Line) -> Iterator[Name]:
         own, theirs = expected["objects"][name], line["objects"][name]
         exact = not name.startswith("training.state")
         if name != "step.result" and not _same_content(own, theirs, exact):
-            numbers = _shown(own[1], theirs[1]) if name == OPTIONS or own[2] == theirs[2] else ""
-            yield Name("options" if name == OPTIONS else "object", name + numbers)
+            kind = "options" if name == OPTIONS else "object"
+            yield Name(kind, name, _numbers(own, theirs))
 
 
 def _values(expected: Line, line: Line) -> Iterator[Name]:
@@ -203,7 +223,7 @@ def _values(expected: Line, line: Line) -> Iterator[Name]:
         a, b = ours[name], theirs[name]
         if not (_equal(a, b) if name in exact else _close(a, b)):
             kind = "value" if name in exact else "options" if name == "lr" else "logged"
-            yield Name(kind, f"{name} ({a:.9g}, not {b:.9g})", _relative(a, b))
+            yield Name(kind, name, (a, b))
 
 
 def _same_content(own: list[Any], theirs: list[Any], exact: bool) -> bool:
@@ -215,13 +235,15 @@ def _same_content(own: list[Any], theirs: list[Any], exact: bool) -> bool:
     return len(own[1]) == len(theirs[1]) and all(_close(a, b) for a, b in pairs)
 
 
-def _shown(ours: list[float] | None, theirs: list[float] | None) -> str:
-    pairs = [*zip(ours or (), theirs or (), strict=False)]
-    differing = [(a, b) for a, b in pairs if not _equal(a, b)]
-    return f" ({differing[0][0]:.9g}, not {differing[0][1]:.9g})" if differing else ""
+def _numbers(own: list[Any], theirs: list[Any]) -> tuple[float, float] | None:
+    """Return the first numbers that differ, if two contents differ in numbers only."""
+    if own[2] != theirs[2]:
+        return None
+    pairs = zip(own[1] or (), theirs[1] or (), strict=False)
+    return next(((a, b) for a, b in pairs if not _equal(a, b)), None)
 
 
-def sample_names(reference: Trace, other: Trace, step: int) -> list[Name]:
+def sample_names(reference: RunTrace, other: RunTrace, step: int) -> list[Name]:
     """Samples of a step whose contents or numbers differ."""
     found = []
     for (of_step, number), loaded in reference.samples.items():
@@ -236,24 +258,47 @@ def sample_names(reference: Trace, other: Trace, step: int) -> list[Name]:
     return found
 
 
-def _unsaved(reference: Trace, other: Trace, step: int, lines: list[Line]) -> tuple[str, ...]:
-    """What is not saved and differs here, and also where a process began, if it existed there."""
+def _unsaved(reference: RunTrace, other: RunTrace, step: int, lines: list[Line]) -> tuple[str, ...]:
+    """What is not saved and differs here, and not only as a result of another difference.
+
+    In a new process it therefore has differed already when the process began, or not existed.
+    """
     expected = _state(reference, step)
     assert expected is not None
-    found: Mapping[str, Any] = {
-        name: None
+    found = {
+        name
         for line in lines
         for name, digest in line["unsaved"].items()
         if expected["unsaved"].get(name) != digest
     }
     for start in other.starts:
-        if not 0 < start["step"] <= step:
-            continue
-        before = _state(reference, start["step"])
+        # A variable that does not exist before the loop is computed in each step.
+        own = start["unsaved"]
+        found = {name for name in found if name in own or not name.startswith("variable ")}
+        before = _state(reference, start["step"]) if 0 < start["step"] <= step else None
         if before is not None:
-            kept = [n for n, d in start["unsaved"].items() if before["unsaved"].get(n) != d]
-            found = {name: None for name in found if name in kept}
-    return tuple(found)
+            found = {name for name in found if before["unsaved"].get(name) != own.get(name)}
+    return tuple(sorted(found))
+
+
+def changing_names(reference: RunTrace, repeated: RunTrace, at_start: bool = False) -> set[str]:
+    """Names of what is not saved and differs between two equal runs, such as times.
+
+    Args:
+        at_start: only what differs already before the first step.
+    """
+    found: set[str] = set()
+    pairs = [*zip(reference.starts, repeated.starts, strict=False)]
+    if not at_start:
+        pairs += [
+            (reference.steps[step][0], lines[0])
+            for step, lines in repeated.steps.items()
+            if step in reference.steps
+        ]
+    for line, other in pairs:
+        own, theirs = line["unsaved"], other["unsaved"]
+        found |= {name for name in own if own[name] != theirs.get(name)}
+    return found
 
 
 def _equal(a: float, b: float) -> bool:
@@ -262,7 +307,3 @@ def _equal(a: float, b: float) -> bool:
 
 def _close(a: float, b: float) -> bool:
     return _equal(a, b) or math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE * 1e-3)
-
-
-def _relative(a: float, b: float) -> float:
-    return abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a) and math.isfinite(b) else math.inf

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(command: list[str], args: argparse.Namespace, directory: Path) -> Certificate:
     from hvdtrain.check.certificate import check
-    from hvdtrain.check.runs import Runs
+    from hvdtrain.check.runs import RunStarter
     from hvdtrain.runtime.environment import launched_size
 
     if launched_size() not in (None, 1):
@@ -98,4 +98,4 @@ def _check(command: list[str], args: argparse.Namespace, directory: Path) -> Cer
     def say(title: str) -> None:
         print(f"hvdtrain check: {title} ...", file=sys.stderr, flush=True)
 
-    return check(Runs(command, args.steps, directory, args.timeout, say))
+    return check(RunStarter(command, args.steps, directory, args.timeout, say))

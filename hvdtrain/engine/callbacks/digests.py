@@ -118,8 +118,10 @@ class RecordDigests(Callback):
             where = f"of the module {plain_name(prefix) or type(module).__name__}"
             yield from _attributes(vars(module), where)
         yield from _attributes(vars(optimizer), f"of {type(optimizer).__name__}")
+        own = {id(value) for value in (optimizer, *model.modules(), *model.parameters())}
         for name, value in _variables().items():
-            if value is not model and value is not optimizer and _may_be_state(value):
+            held = value if isinstance(value, list | tuple) else (value,)
+            if not any(id(one) in own for one in held) and _may_be_state(value):
                 yield from _digest(f"variable {name}", value)
 
     def _wait_for_ranks(self) -> None:

@@ -114,7 +114,7 @@ model = nn.Sequential(*layers)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 if fault == "optimizer":
     optimizer = WarmUp(model.parameters(), lr=0.1)
-scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if fault == "scheduler" else None
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7) if fault == "scheduler" else None
 dataset = [*zip(x, y, strict=True)]
 if fault == "split":
     dataset = random_split(dataset, [200, 56], torch.Generator().manual_seed(os.getpid()))[0]
@@ -164,7 +164,8 @@ with hvdtrain.training(model, optimizer, dataset) as training:
                 step.backward(loss)
                 if fault == "rank":
                     training.state["best"] = min(training.state["best"], loss.item())
-        momentum = 0.9 * momentum + 0.1 * step.result["loss"]
+        if fault == "state":
+            momentum = 0.9 * momentum + 0.1 * step.result["loss"]
         if scheduler is not None:
             scheduler.step()
         if fault == "batchnorm" and step.index % 2:

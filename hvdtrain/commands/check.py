@@ -70,8 +70,6 @@ def run(args: argparse.Namespace) -> int:
             "the script does not mention hvdtrain.training, so its steps are not known; if other "
             "modules of it do, set HVDTRAIN_ELASTIC=1"
         )
-    # The runs end with this process.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if args.out is None:
         with tempfile.TemporaryDirectory(prefix="hvdtrain-check-") as directory:
             certificate = _check(command.train, args, Path(directory))
@@ -98,4 +96,9 @@ def _check(command: list[str], args: argparse.Namespace, directory: Path) -> Cer
     def say(title: str) -> None:
         print(f"hvdtrain check: {title} ...", file=sys.stderr, flush=True)
 
-    return check(RunStarter(command, args.steps, directory, args.timeout, say))
+    # The runs end with this process.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return check(RunStarter(command, args.steps, directory, args.timeout, say))
+    finally:
+        signal.signal(signal.SIGTERM, before)

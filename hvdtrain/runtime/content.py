@@ -47,14 +47,17 @@ def content_of(value: Any, most: int | None = None) -> Content:
     Of anything else only its type counts: a repr may contain an address.
 
     Args:
-        most: limit of the number of items, and of the elements of each tensor; None: no limit.
+        most: limit of the number of items; a tensor may have 256 times as many elements. None: no
+            limit.
 
     Raises:
         TooLargeError: it has more.
     """
     whole, rest = hashlib.sha256(), hashlib.sha256()
     numbers: list[float] | None = []
-    for count, token in enumerate(_tokens(value, _DEPTH, most or sys.maxsize)):
+    for count, token in enumerate(
+        _tokens(value, _DEPTH, sys.maxsize if most is None else 256 * most)
+    ):
         if most is not None and count >= most:
             raise TooLargeError
         if isinstance(token, bytes):

@@ -177,7 +177,7 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
         ema=ema,
         agreement=strategy.agreement(state),
         interleaved=interleaved,
-        iteration=Iteration(script, state) if script is not None else None,
+        iteration=Iteration(script, state, elastic) if script is not None else None,
     )  # fmt: skip
 
 

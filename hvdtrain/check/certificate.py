@@ -20,20 +20,29 @@ class Row:
     """Comparison of a run with the run on one rank.
 
     Args:
+        wrong: how the run has ended, if not as the run on one rank; "" if it has.
         notes: what the comparison does not cover.
     """
 
     run: CheckRun
     difference: Difference | None
+    wrong: str
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, first: CheckRun, run: CheckRun, notes: tuple[str, ...] = ()) -> Row:
+        """Compare a run with the run on one rank."""
+        last, wanted = run.trace.last, first.trace.last
+        wrong = run.failure or ("" if last == wanted else f"ended after step {last}, not {wanted}")
+        return cls(run, first_difference(first.trace, run.trace), wrong, notes)
 
     @property
     def same(self) -> bool:
-        return self.difference is None and not self.run.failure
+        return self.difference is None and not self.wrong
 
     def to_text(self) -> str:
         found = self.difference.to_text() if self.difference else ""
-        return "; ".join(filter(None, (found, self.run.failure))) or "the same"
+        return "; ".join(filter(None, (found, self.wrong))) or "the same"
 
 
 @dataclass(frozen=True)
@@ -94,12 +103,12 @@ def check(runs: RunStarter) -> Certificate:
         if without.trace.steps:
             notes = (f"with data workers the run {ranks.failure}",)
             ranks = without
-    rows = [_row(first, ranks, notes), _row(first, runs.resumed(first))]
+    rows = [Row.of(first, ranks, notes), Row.of(first, runs.resumed(first))]
     elastic = runs.elastic()
     joined = elastic.trace.sizes()
     missing = not elastic.failure and len(joined) < 3
     rows.append(
-        _row(first, elastic, (f"ranks in the run: {joined}, no rank joined",) if missing else ())
+        Row.of(first, elastic, (f"ranks in the run: {joined}, no rank joined",) if missing else ())
     )
     made = [first, *(row.run for row in rows)]
     causes: list[str] = []
@@ -116,10 +125,6 @@ def check(runs: RunStarter) -> Certificate:
         first.warnings(),
         sum(_steps_of(run) for run in made),
     )
-
-
-def _row(first: CheckRun, run: CheckRun, notes: tuple[str, ...] = ()) -> Row:
-    return Row(run, first_difference(first.trace, run.trace), notes)
 
 
 def _evidence(

@@ -86,8 +86,12 @@ class Difference:
         shown = [name.text for name in self.names if name.kind == first]
         more = len(shown) - _MOST_NAMES
         named = ", ".join(shown[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-        where = f"at its start after step {self.step}" if self.starts else f"step {self.step}"
-        return f"{where if self.step or not self.starts else 'before step 1'}: {named}"
+        if not self.starts:
+            where = f"step {self.step}"
+        else:
+            where = f"at its start after step {self.step}" if self.step else "before step 1"
+        only = f", on rank {self.ranks[0]}" if self.ranks and self.ranks[0] else ""
+        return f"{where}{only}: {named}"
 
 
 # In the order of a step.
@@ -182,17 +186,15 @@ def only_rounded(reference: RunTrace, other: RunTrace) -> list[str]:
     """Names of numbers that are equal within the tolerance, and not bitwise, in some step."""
     found: dict[str, None] = {}
     for step, lines in other.steps.items():
-        expected = _state(reference, step)
-        for line in lines if expected is not None else ():
-            assert expected is not None
-            pairs = [(n, [v], line["values"].get(n)) for n, v in expected["values"].items()]
-            found |= {n: None for n, (v,), w in pairs if w is not None and not _equal(v, w)}
-            objects = line["objects"]
-            found |= {
-                n: None
-                for n, own in expected["objects"].items()
-                if n in objects and objects[n][0] != own[0]
-            }
+        expected = reference.steps.get(step, [None])[0]
+        if expected is None:
+            continue
+        for line in lines:
+            values, objects = line["values"], line["objects"]
+            numbers = expected["values"].items()
+            found |= dict.fromkeys(n for n, v in numbers if not _equal(v, values.get(n, v)))
+            contents = expected["objects"].items()
+            found |= dict.fromkeys(n for n, own in contents if objects.get(n, own)[0] != own[0])
     return [*found]
 
 
@@ -208,7 +210,7 @@ def _differing(expected: Line, line: Line) -> Iterator[Name]:
         if expected["digests"].get(name) != line["digests"].get(name):
             kinds = ("parameter", "optimizer state", "buffer")
             yield Name(next((k for k in kinds if name.startswith(f"{k} ")), "other"), name)
-    for name in expected["objects"].keys() & line["objects"].keys():
+    for name in sorted(expected["objects"].keys() & line["objects"].keys()):
         own, theirs = expected["objects"][name], line["objects"][name]
         exact = not name.startswith("training.state")
         if name != "step.result" and not _same_content(own, theirs, exact):

@@ -18,6 +18,7 @@ from hvdtrain.runtime.tensor_shards import flattened
 _DEPTH = 8
 # Tensors with at most this many elements are described by their numbers.
 _FEW = 64
+_MOST_NUMBERS = 4096
 _Token = bytes | float
 
 
@@ -26,7 +27,7 @@ class Content(NamedTuple):
 
     Args:
         digest: of the whole value.
-        numbers: its floating-point numbers, in order; None: more than `_FEW`.
+        numbers: its floating-point numbers, in order; None: more than `_MOST_NUMBERS`.
         rest: digest of everything else, so that the numbers of two values can be compared with a
             tolerance.
     """
@@ -68,7 +69,7 @@ def content_of(value: Any, most: int | None = None) -> Content:
         whole.update(b"float " + repr(token).encode() + b" ")
         if numbers is not None:
             numbers.append(token)
-            numbers = numbers if len(numbers) <= _FEW else None
+            numbers = numbers if len(numbers) <= _MOST_NUMBERS else None
     return Content(whole.hexdigest()[:16], numbers, rest.hexdigest()[:16])
 
 

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from hvdtrain.check.causes import CheckEvidence, likely_causes
-from hvdtrain.check.certificate import Certificate, check
+from hvdtrain.check.certificate import Certificate, Row, check
 from hvdtrain.check.process import finish
-from hvdtrain.check.runs import RunStarter
+from hvdtrain.check.runs import CheckRun, RunStarter
 from hvdtrain.check.traces import OPTIONS, Difference, Name, RunTrace, first_difference
 from hvdtrain.cli import main
 from hvdtrain.run_files.digests import DigestFiles
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.content import TooLargeError, content_of
 from tests.support import runs, warm
 from tests.support.scripts import misuse
@@ -88,8 +89,24 @@ def test_equal_traces_have_no_difference() -> None:
     ],
 )
 def test_first_difference_is_named(changed: dict[str, Any], text: str) -> None:
-    found = first_difference(reference(), trace(state(1), state(2, rank=1, **changed)))
-    assert found is not None and found.to_text() == text and found.ranks == (1,)
+    found = first_difference(reference(), trace(state(1), state(2, **changed)))
+    assert found is not None and found.to_text() == text
+
+
+def test_rank_that_differs_is_named() -> None:
+    other = trace(state(1), state(1, rank=1, digests={"parameter a": "x", "buffer b": "b1"}))
+    found = first_difference(reference(), other)
+    assert found is not None and found.ranks == (1,)
+    assert found.to_text() == "step 1, on rank 1: parameter a"
+
+
+def test_run_that_ends_earlier_is_not_the_same() -> None:
+    runs_of = [
+        CheckRun("", 0, RunDirectory(Path()), [], trace(*lines), "", 0.0)
+        for lines in ((state(1), state(2)), (state(1),))
+    ]
+    row = Row.of(*runs_of)
+    assert not row.same and row.to_text() == "ended after step 1, not 2"
 
 
 def test_numbers_of_evaluations_may_be_rounded() -> None:

@@ -192,11 +192,13 @@ class RankPasses:
         autocast: precision that applies from a micro-batch to its `backward`; None: the caller's.
         watch: see Accumulate.begin.
         changing: see Passes.
+        lacking: for messages, optimizers whose losses the current micro-batch lacks.
     """
 
     autocast: Precision | None = None
     watch: GradientWatch | None = None
     changing: ChangingBuffers | None = None
+    lacking = ""
 
     def __init__(
         self,
@@ -256,11 +258,11 @@ class RankPasses:
             del on_device  # the next forward pass needs the memory
             if self._done != self._taken:
                 raise UserError(
-                    "step.backward was not called for a micro-batch: the gradient of the global "
-                    "batch would lack it"
+                    f"step.backward was not called for a micro-batch{self.lacking}: the gradient "
+                    "of the global batch would lack it"
                 )
         if self.changing is not None:
-            self.changing.look()
+            self.changing.end()
 
     def _check_turn(self) -> None:
         if self._done == self._taken:

@@ -61,6 +61,9 @@ class ChangingBuffers:
         self._unwritten: dict[str, tuple[Tensor, Tensor]] = {}  # saved buffers, not yet compared
         self._versions: dict[str, tuple[Tensor, int, int]] = {}
         self._agreed = False
+        # In the first step only: norms of the trained parameters, and numbers that are attributes.
+        self._norms: dict[str, Tensor] = {}
+        self._numbers: dict[str, float] = {}
 
     @property
     def news(self) -> bool:
@@ -72,6 +75,7 @@ class ChangingBuffers:
         """Note the values before the micro-batches of a step."""
         if self._places is None:
             self._find_places()
+            self._norms, self._numbers = _norms_of(self._model), _numbers_of(self._model)
         if not self._places:
             return
         now = {name: getattr(*place, None) for name, place in self._places.items()}
@@ -121,6 +125,34 @@ class ChangingBuffers:
                 self._found[name] = [list(now.shape), str(now.dtype).removeprefix("torch.")]
                 self._restore(self._places[name], tensor, value)
         self._suspects |= written - self._before.keys()
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Look after the last micro-batch.
+
+        Raises:
+            UserError: in the first step, a forward pass has changed a trained parameter.
+        """
+        self.look()
+        norms, numbers = self._norms, self._numbers
+        self._norms, self._numbers = {}, {}
+        now = _norms_of(self._model) if norms else {}
+        for name, norm in norms.items():
+            if name in now and not torch.equal(now[name], norm):
+                raise UserError(
+                    f"the micro-batches of a step change the trained parameter {name}, as a "
+                    "data-dependent initialization does: on several ranks it would differ. Run "
+                    "one forward pass of the same samples on all ranks before hvdtrain.training"
+                )
+        found = _numbers_of(self._model) if numbers else {}
+        changed = [name for name, number in numbers.items() if found.get(name) != number]
+        if changed:
+            logger.warning(
+                "forward passes change %s, numbers or lists of Python. If later passes read them, "
+                "the result depends on the number of ranks, and a resumed run begins with the "
+                "initial ones: make them buffers, module.register_buffer(name, torch.tensor(0))",
+                ", ".join(changed),
+            )
 
     def _is_written(self, name: str, tensor: Tensor, version: int, address: int) -> bool:
         assert self._places is not None
@@ -238,6 +270,28 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers and plain attributes."""
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
     yield from ((name, value) for name, value in vars(module).items() if isinstance(value, Tensor))
+
+
+def _norms_of(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    trained = {n: p for n, p in named if p.requires_grad and p.is_floating_point() and p.numel()}
+    # Private, see step.py.
+    norms = torch._foreach_norm([*trained.values()], 2, dtype=torch.float64) if trained else ()
+    return dict(zip(trained, norms, strict=True))
+
+
+def _numbers_of(model: nn.Module) -> dict[str, float]:
+    """Numbers, and lengths of lists, that are attributes of modules."""
+    found: dict[str, float] = {}
+    for prefix, module in model.named_modules():
+        for name, value in {**vars(type(module)), **vars(module)}.items():
+            if name.startswith("_") or name == "training":
+                continue
+            if isinstance(value, int | float):
+                found[f"{prefix}.{name}" if prefix else name] = value
+            elif isinstance(value, list):
+                found[f"{prefix}.{name}" if prefix else name] = len(value)
+    return found
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -430,6 +430,7 @@ class Step:
             self._losses[optimizer] = loss
             self._metrics |= metrics
             missing = several.keys() - self._losses.keys()
+            self._passes.lacking = _lacking(missing)
             if missing:
                 others = [p for name in missing for p in several[name]]
                 self._passes.backward_of_some(loss, parameters, others)
@@ -471,6 +472,16 @@ class Step:
                 f"the loop left out the block of step {self.index + 1}: each step needs `with "
                 "step:`, on every rank"
             )
+
+
+def _lacking(optimizers: Collection[str]) -> str:
+    if not optimizers:
+        return ""
+    return (
+        f" with the loss of {', '.join(sorted(optimizers))} (to leave out an optimizer in a step, "
+        "call it with any loss, and set the gradients of its parameters to None after the "
+        "micro-batches)"
+    )
 
 
 def _scalar_loss(loss: Value, optimizer: str | None) -> Value:

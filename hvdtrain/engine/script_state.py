@@ -73,7 +73,7 @@ _ELEMENTWISE = (
 
 class ScriptState:
     """The replicated part "script": registered objects, the options of the optimizer's groups, and
-    the names of frozen parameters.
+    the names of frozen parameters and of modules in eval mode.
 
     It is the state between two iterations of the loop, see engine/iteration.py.
 
@@ -84,7 +84,7 @@ class ScriptState:
         parameters: of each of several optimizers, by its name; None: there is one.
         objects: by name; each has state_dict() and load_state_dict(), or is a plain value, see
             runtime/plain_values.py.
-        structure: of the model, whose frozen parameters are part of the state; None: unknown.
+        structure: of the model, which knows frozen parameters and modes; None: unknown.
     """
 
     name = "script"
@@ -128,15 +128,21 @@ class ScriptState:
             name: value.state_dict() if _has_state(value) else value
             for name, value in self.objects.items()
         }
+        classes = {n: type(o).__qualname__ for n, o in self.objects.items() if _has_state(o)}
         content: dict[str, Any] = {
+            "classes": classes,
             "groups": encode(groups, "the optimizer's groups", tensors),
             "objects": {
                 name: encode(state, f"training.state[{name!r}]", tensors)
                 for name, state in states.items()
             },
         }
-        if self.structure is not None and self.structure.frozen() != self.structure.frozen_first:
-            content["frozen"] = self.structure.frozen()
+        if self.structure is not None:
+            frozen, evaluating = self.structure.frozen(), self.structure.evaluating()
+            if frozen != self.structure.frozen_first:
+                content["frozen"] = frozen
+            if evaluating != self.structure.evaluating_first:
+                content["evaluating"] = evaluating
         self._tensors = with_json(content, tensors)
 
     def restore(self) -> None:
@@ -157,6 +163,14 @@ class ScriptState:
                 f"registers {sorted(self.objects) or 'none'} in training.state: register the same "
                 "objects before the loop"
             )
+        for name, saved_class in content.get("classes", {}).items():
+            registered = type(self.objects[name]).__qualname__
+            if registered != saved_class:
+                raise UserError(
+                    f"training.state[{name!r}] was saved as {saved_class}, but the script "
+                    f"registers {registered}: register an object of the same class before the "
+                    "loop, and do not replace it by one of another class"
+                )
         own, self._own = self._own, None
         if own is not None and own == _digest(self._tensors):
             return
@@ -164,7 +178,9 @@ class ScriptState:
         for group, saved in pairs:
             group.update(decode(saved, self._tensors))
         if self.structure is not None:
-            self.structure.freeze({*content.get("frozen", self.structure.frozen_first)})
+            structure = self.structure
+            structure.freeze({*content.get("frozen", structure.frozen_first)})
+            structure.set_evaluating({*content.get("evaluating", structure.evaluating_first)})
         for name, state in found.items():
             value = decode(state, self._tensors)
             if _has_state(self.objects[name]):
@@ -185,6 +201,7 @@ class ScriptState:
         content = json_of(self._tensors)
         named = {f"training.state[{name!r}]": one for name, one in content["objects"].items()}
         named["the options of the optimizer's groups, such as lr"] = content["groups"]
+        named["the list of modules in eval mode"] = content.get("evaluating", [])
         found: dict[str, dict[str, Tensor]] = {}
         for name, encoded in named.items():
             tensors: dict[str, Tensor] = {}

@@ -67,7 +67,13 @@ from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.optim.optimizer import set_learning_rate
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.parallel.zero import ShardedOptimizer
-from hvdtrain.runtime.collectives import AgreedError, RankLostError, begin_sum, completed
+from hvdtrain.runtime.collectives import (
+    AgreedError,
+    RankLostError,
+    begin_sum,
+    completed,
+    gather_json,
+)
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.device import sent, widened
 from hvdtrain.runtime.heartbeat import Activity
@@ -173,6 +179,7 @@ class TrainStep:
         self._watch: GradientWatch | None = None  # of a script, in its first step
         self._watched = False
         self._scripted = False  # the caller computes the losses
+        self._compared = False  # the ranks' gradients, see _compare_gradients
         self._exposed = "comm_exposed" if context.mesh.world.size > 1 else "other"
         self._sizes = Sizes(
             len(passes.forward.names),
@@ -306,6 +313,7 @@ class TrainStep:
             try:
                 exceeded = loss_limit if exceeds(values["loss"], loss_limit) else None
                 ready = self._update.prepare(lr, exceeded)
+                self._compare_gradients(ready.grad_norm)
             except Exception:  # torch's collectives raise other errors than Horovod's
                 self._buffers.restore()
                 raise
@@ -317,6 +325,30 @@ class TrainStep:
             return result
         finally:
             self._context.timer.enter(step.phase)
+
+    def _compare_gradients(self, norm: float) -> None:
+        """Compare the ranks' gradients in a script's first step of a generation.
+
+        Raises:
+            AgreedError: the script has changed them differently on each rank.
+        """
+        if self._compared or self._passes.changing is None or not self._exchange.same_gradients:
+            return
+        self._compared = True
+        norms = gather_json(norm, "gradients.compared")
+        known = [one for one in norms if math.isfinite(one)]
+        # Unlike CPUs round the norm of the same gradients differently.
+        if len(known) not in (0, len(norms)) or min(known, default=0) < 0.999 * max(
+            known, default=0
+        ):
+            listed = ", ".join(f"{one:g}" for one in norms)
+            raise AgreedError(
+                f"the norms of the ranks' gradients differ at the end of a block ({listed}): "
+                "the block has changed p.grad differently on each rank. After the micro-batches "
+                "p.grad is the gradient of the global batch: let all ranks do the same with it",
+                EXIT_USER,
+                rank=0,
+            )
 
     def _reduce_gradients(self) -> ControlSums:
         """Exchange the gradients of all passes; return the sums over all ranks."""

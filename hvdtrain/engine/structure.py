@@ -1,4 +1,4 @@
-"""Layers and buffers of a script's model, which a run fixes, and which of its parameters train."""
+"""Layers and buffers of a script's model, which a run fixes, and which of them train."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class ModelStructure:
 
     Attributes:
         frozen_first: names of the parameters that were frozen when the loop began.
+        evaluating_first: names of the modules that were in eval mode then.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,6 +34,8 @@ class ModelStructure:
         self._parameters = _parameters(model)
         self._buffers = _shapes(model)
         self.frozen_first = self.frozen()
+        self._by_name = {plain_name(name): module for name, module in model.named_modules()}
+        self.evaluating_first = self.evaluating()
         self._changed = False
         self._hooks = [
             registration.register_module_module_registration_hook(self._note),
@@ -104,6 +107,15 @@ class ModelStructure:
     def frozen(self) -> list[str]:
         """Names of the parameters that do not require a gradient now."""
         return [name for name, p in self._parameters.items() if not p.requires_grad]
+
+    def evaluating(self) -> list[str]:
+        """Names of the modules that are in eval mode now."""
+        return [name for name, module in self._by_name.items() if not module.training]
+
+    def set_evaluating(self, names: Collection[str]) -> None:
+        """Put these modules in eval mode and all others in train mode."""
+        for name, module in self._by_name.items():
+            module.training = name not in names
 
     def freeze(self, names: Collection[str]) -> None:
         """Freeze these parameters and no others, as at an earlier time of the run."""

@@ -66,10 +66,13 @@ class Exchange:
         trained: the parameters whose gradients are exchanged.
 
     Attributes:
+        same_gradients: after `reduce` all ranks have the same gradients.
         inflight_seconds: from the start of the first bucket to the end of the last one, summed over
             the steps so far; an upper bound of the communication time.
         bytes: size of the gradients exchanged in these steps, in their wire format.
     """
+
+    same_gradients = True
 
     def __init__(self, trained: TrainedParameters) -> None:
         self.trained = trained

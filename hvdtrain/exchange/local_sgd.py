@@ -70,6 +70,8 @@ class LocalSgd(Exchange):
             optimizer state.
     """
 
+    same_gradients = False
+
     def __init__(
         self,
         optimizer: Optimizer,

@@ -227,7 +227,8 @@ class DataWatch:
             table: float64, ranks x straggler.COLUMNS.
         """
         computing = column(table, "forward") + column(table, "backward")
-        ratio = float((column(table, "data") / computing).nanmedian())
+        works = computing > 0  # some ranks may have no micro-batch
+        ratio = float((column(table, "data")[works] / computing[works]).nanmedian())
         if ratio > 1:
             self._in_a_row += 1
         elif self._in_a_row < CONSECUTIVE:

@@ -422,6 +422,34 @@ def test_changing_buffer_that_is_not_saved_is_named(tmp_path: Path, model: str) 
 
 
 @pytest.mark.parametrize(
+    ("model", "code", "text"),
+    [
+        ("initialized", 2, "change the trained parameter 2.scale, as a data-dependent"),
+        ("counted", 0, "forward passes change 2.updates, numbers or lists of Python"),
+    ],
+)
+def test_other_changes_of_forward_passes_are_refused_or_named(
+    tmp_path: Path, model: str, code: int, text: str
+) -> None:
+    argv = [*FLAGS, "--run.root", str(tmp_path), "--run.id", "a"]
+    command = [warm.python(1, PRELOAD), str(SCRIPTS / BUFFERS)]
+    env = {"HVDTRAIN_TEST_MODEL": model}
+    done = runs.start(tmp_path / "output", argv, "", env, command).wait(SECONDS)
+    assert done.returncode == code and (done.stdout + done.stderr).count(text) == 1, done
+
+
+def test_gradient_that_a_script_changes_differently_on_each_rank_is_refused(
+    tmp_path: Path,
+) -> None:
+    argv = [*FLAGS, "--run.root", str(tmp_path), "--run.id", "a"]
+    command = [warm.python(2, PRELOAD), str(SCRIPTS / "different_state.py")]
+    env = {"HVDTRAIN_TEST_WHAT": "gradient"}
+    done = runs.start(tmp_path / "output", argv, "gloo:2", env, command).wait(SECONDS)
+    assert done.returncode == 2, done
+    assert "has changed p.grad differently on each rank" in done.stderr, done
+
+
+@pytest.mark.parametrize(
     ("what", "named"),
     [("object", "training.state['queue']"), ("buffer", "the buffer 1.running_mean")],
 )

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.engine.script_state import ScriptState
+from hvdtrain.engine.structure import ModelStructure
 from hvdtrain.errors import UserError
 from hvdtrain.optim.several import SeveralOptimizers
 from hvdtrain.runtime.plain_values import json_of
@@ -168,6 +169,32 @@ def test_other_names_than_were_saved_are_refused() -> None:
     one.objects["best"] = 1.0
     with pytest.raises(UserError, match=r"the state of \['best'\], but the script registers none"):
         sent(one, other)
+
+
+def test_object_of_another_class_is_refused() -> None:
+    one, other = ScriptState(optimizer()), ScriptState(optimizer())
+    one.objects["schedule"] = torch.optim.lr_scheduler.ExponentialLR(one._optimizer, 0.9)
+    other.objects["schedule"] = torch.optim.lr_scheduler.StepLR(other._optimizer, 3)
+    with pytest.raises(UserError, match="was saved as ExponentialLR, but the script registers"):
+        sent(one, other)
+
+
+def test_modes_of_layers_and_frozen_parameters_arrive() -> None:
+    states = []
+    for _ in range(2):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        states.append(ScriptState(torch.optim.SGD(model.parameters(), lr=0.1)))
+        states[-1].structure = ModelStructure(model)
+        states[-1].begin()
+    one, other = (state.structure for state in states)
+    assert one is not None and other is not None
+    one._model[1].eval()
+    one._model[0].weight.requires_grad_(False)
+    sent(*states)
+    assert other.evaluating() == ["1"] and other.frozen() == ["0.weight"]
+    one._model.train()
+    sent(*states)
+    assert other.evaluating() == []
 
 
 def test_several_optimizers_share_their_groups_and_state() -> None:

@@ -71,6 +71,30 @@ class Redrawn(nn.Module):
         return x @ self.features
 
 
+class Initialized(nn.Module):
+    """Sets its trained scale by the first micro-batch, as ActNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.ready = nn.Parameter(torch.ones(8)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.scale.data.copy_(1 / x.detach().std(0))
+            self.ready = True
+        return x * self.scale
+
+
+class Counted(nn.Module):
+    """Anneals by a number of Python."""
+
+    updates = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.updates += 1
+        return x / (1 + self.updates)
+
+
 def observed() -> nn.Module:
     from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
@@ -98,6 +122,8 @@ MODELS = {
     "counter": Counter,
     "codebook": Codebook,
     "keys": Keys,
+    "initialized": Initialized,
+    "counted": Counted,
     "redrawn": Redrawn,
 }
 torch.manual_seed(0)

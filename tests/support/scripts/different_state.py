@@ -1,4 +1,7 @@
-"""A loop that makes something different on each rank: HVDTRAIN_TEST_WHAT is object or buffer."""
+"""A loop that makes something different on each rank.
+
+HVDTRAIN_TEST_WHAT: object, buffer or gradient.
+"""
 
 import os
 
@@ -17,6 +20,8 @@ with hvdtrain.training(model, optimizer, data) as training:
         with step:
             for x, y in step:
                 step.backward((model(x) - y).square().mean())
+            if os.environ["HVDTRAIN_TEST_WHAT"] == "gradient":
+                model[0].weight.grad.mul_(1 + training.rank)
             if os.environ["HVDTRAIN_TEST_WHAT"] == "object":
                 training.state["queue"][0] = training.rank
         if os.environ["HVDTRAIN_TEST_WHAT"] == "buffer":

@@ -27,6 +27,7 @@ GROUPS = {
         "tasks": "list the installed tasks, and the keys of each",
     },
     "before a run": {
+        "check": "find what differs on more ranks, after a resume or a failure",
         "doctor": "find problems of hosts before a run, or why a run failed",
         "plan": "predict step time, scaling, memory and price on a cluster",
         "deploy": "write files that start a job on Slurm, PBS, LSF, Flux, Kubernetes",

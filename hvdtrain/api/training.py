@@ -499,7 +499,7 @@ class Training:
 
     def _continue_after(self, error: RankLostError) -> None:
         """Join the next generation within an iteration, see engine/iteration.py."""
-        self._session.iteration.require_unchanged(error)
+        self._session.iteration.require_unchanged()
         steps = self._steps
         assert steps is not None
         self._step = self._next(lambda: steps.throw(error))

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     from hvdtrain.supervise.supervisor import SupervisedRun, Supervisor
 
     words = args.training[1:] if args.training[:1] == ["--"] else args.training
-    command = _rank_command(words)
+    command = rank_command(words)
     if args.max_np is not None and args.max_np < args.min_np:
         raise UserError(f"--max-np {args.max_np} is less than --min-np {args.min_np}")
     if not (args.hosts or args.hostfile or args.slurm):
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     ).run()
 
 
-class _RankCommand(NamedTuple):
+class RankCommand(NamedTuple):
     """The command after the `--`.
 
     Args:
@@ -139,7 +139,7 @@ class _RankCommand(NamedTuple):
     ours: bool = True
 
 
-def _run_in_allocation(args: argparse.Namespace, command: _RankCommand) -> int:
+def _run_in_allocation(args: argparse.Namespace, command: RankCommand) -> int:
     """Be the agent of this host; a child of the first task is the driver."""
     from hvdtrain.supervise.allocation import (
         AllocationRun,
@@ -183,14 +183,14 @@ def _run_in_allocation(args: argparse.Namespace, command: _RankCommand) -> int:
     return run_first_task(plan, task.hosts)
 
 
-def _rank_command(words: list[str]) -> _RankCommand:
+def rank_command(words: list[str]) -> RankCommand:
     """Return the command of a rank from the words after the `--`.
 
     A named Python must belong to this environment. Ranks get this Python's path, because a bare
     name may be another program on each host.
     """
     if not words or words[0].startswith("-"):
-        return _RankCommand([sys.executable, "-m", "hvdtrain.train", *words], words)
+        return RankCommand([sys.executable, "-m", "hvdtrain.train", *words], words)
     training = training_command(words)
     script = None if training is not None else script_command(words)
     command = training or script
@@ -208,17 +208,17 @@ def _rank_command(words: list[str]) -> _RankCommand:
         if program != "hvdtrain" and Path(program).parent != Path(sys.executable).parent:
             raise UserError(_other(program))
         train = [*before, sys.executable, "-m", "hvdtrain.train", *command.flags]
-        return _RankCommand(train, command.flags)
+        return RankCommand(train, command.flags)
     if _environment(program) != _environment(sys.executable):
         raise UserError(_other(program))
     train = [*before, sys.executable, *words[command.program + 1 :]]
     if script is None:
-        return _RankCommand(train, command.flags)
+        return RankCommand(train, command.flags)
     if not (script.own_loop or os.environ.get("HVDTRAIN_ELASTIC") == "1"):
-        return _RankCommand(train, [], ours=False)
+        return RankCommand(train, [], ours=False)
     from hvdtrain.api.flags import configuration_words
 
-    return _RankCommand(train, [*configuration_words(command.flags)])
+    return RankCommand(train, [*configuration_words(command.flags)])
 
 
 def _environment(python: str) -> str:
@@ -247,7 +247,7 @@ def _configuration(flags: list[str]) -> Config:
     return parse(flags).config
 
 
-def _run_directory(command: _RankCommand) -> Path:
+def _run_directory(command: RankCommand) -> Path:
     """Return RUN/; for a script that does not train with hvdtrain, a directory of the launcher."""
     if not command.ours:
         directory = _launch_directory(command)
@@ -275,7 +275,7 @@ def _run_directory(command: _RankCommand) -> Path:
     return directory
 
 
-def _launch_directory(command: _RankCommand) -> Path:
+def _launch_directory(command: RankCommand) -> Path:
     name = hashlib.sha256("\0".join(command.train).encode()).hexdigest()[:8]
     return Path("runs").absolute() / f"launch-{name}"
 

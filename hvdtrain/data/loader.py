@@ -49,11 +49,13 @@ class Loading:
         config: processes that load ahead.
         pin_memory: copy batches into page-locked memory, for CUDA.
         collate: makes a batch of samples.
+        observe: called with the samples of each micro-batch of training, where it is loaded.
     """
 
     config: LoaderConfig = field(default_factory=LoaderConfig)
     pin_memory: bool = False
     collate: Callable[[list[Any]], Any] = default_collate
+    observe: Callable[[Place, Sequence[Any]], None] | None = None
 
 
 IN_RANK = Loading()
@@ -206,7 +208,10 @@ class TrainLoader(StepLoader):
         return load(self._micro_batches_by_place(), places, self._loading)
 
     def _micro_batches_by_place(self) -> MicroBatches:
-        return MicroBatches(self._dataset, self._seed, LOADING_SEED, self._loading.collate)
+        loading = self._loading
+        return MicroBatches(
+            self._dataset, self._seed, LOADING_SEED, loading.collate, loading.observe
+        )
 
     def _numbers(self, step: int) -> list[int]:
         """Numbers of the micro-batches that this rank loads in a step, in order."""
@@ -254,18 +259,27 @@ class MicroBatches(Dataset[Batch]):
     """Micro-batches by place; the random numbers drawn in loading depend only on the place."""
 
     def __init__(
-        self, dataset: Dataset[Any], seed: int, kind: int, collate: Callable[[list[Any]], Any]
+        self,
+        dataset: Dataset[Any],
+        seed: int,
+        kind: int,
+        collate: Callable[[list[Any]], Any],
+        observe: Callable[[Place, Sequence[Any]], None] | None = None,
     ) -> None:
         self._dataset = dataset
         self._seed = seed
         self._kind = kind
         self._collate = collate
+        self._observe = observe
 
     def __getitem__(self, place: Place) -> Batch | UserError:
         """The micro-batch, or the error: raised in a worker, it would become a traceback."""
         seed_all(self._seed, place.step, place.number, self._kind)
         try:
-            return self._collate(read_samples(self._dataset, place.samples))
+            samples = read_samples(self._dataset, place.samples)
+            if self._observe is not None:
+                self._observe(place, samples)
+            return self._collate(samples)
         except UserError as error:
             return error
 

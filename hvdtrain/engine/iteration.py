@@ -5,12 +5,15 @@ Checkpoints and new ranks get this state, and then begin the next iteration, so 
 If a rank is lost within an iteration, it depends on where:
 
 in the block: the step does not count. The rest of the iteration has no effect: at its end the
-    state returns to that of the failure.
+    state returns to that of the failure; or, if the script changes the model before the block, to
+    a copy from the start of the iteration, see iteration_start.py.
 in an evaluation after the block: the step counts. In the next generation, before any state is
     transferred, the ranks that are within the iteration repeat the evaluation among themselves
     and finish the iteration, and the other ranks wait (`finish`, `wait_for_others`).
 in an evaluation before the block: the ranks repeat the evaluation after the state transfer. If the
-    script has already changed the model or the optimizer in this iteration, the run ends.
+    script has already changed the model in this iteration, the run ends.
+
+Only elastic runs continue after a loss: others do not look for changes, and make no copies.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ import math
 from collections.abc import Callable, Generator, Sequence
 
 import torch
-from torch import Tensor
 
+from hvdtrain.engine.iteration_start import IterationStart
 from hvdtrain.engine.loop import Step
 from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.engine.state import RunState, Snapshot
 from hvdtrain.errors import crash
-from hvdtrain.runtime.collectives import RankLostError, gather_json
+from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.mesh import Topology
 
 Pairs = list[tuple[float, float]]  # (sum, weight) of parts
@@ -34,27 +37,32 @@ Pairs = list[tuple[float, float]]  # (sum, weight) of parts
 Compute = Callable[[int, int, bool], Pairs]
 
 
+_START_LOST = (
+    "another rank was lost, and the state at the start of the loop's iteration is unknown: {}. "
+    "Start again with the same run.id to resume from the newest checkpoint"
+)
+
+
 class Iteration:
     """The iteration of this process, see the top of this file.
 
     Args:
         state: the whole state; `script` is a part of it.
+        elastic: the run continues if a rank is lost.
 
     Attributes:
         script: what the script registers.
         step: its step; None: the process is between two iterations.
     """
 
-    def __init__(self, script: ScriptState, state: RunState) -> None:
+    def __init__(self, script: ScriptState, state: RunState, elastic: bool) -> None:
         self.script = script
         self.step: Step | None = None
         self._state = state
-        self._failed: Snapshot | None = None  # state of the failure in the block
+        self._start = IterationStart(state) if elastic else None
+        self._failed: Snapshot | None = None  # to which the state returns
         self._values: list[float] = []  # of evaluations since the last step that counts
         self._continuing = False  # in a generation that began after the block
-        self._watches = True  # in the first iteration, and if scripts evaluate before their block
-        self._evaluates_first = False
-        self._versions: list[tuple[int, int]] = []  # at the start of the iteration
 
     @property
     def after_block(self) -> bool:
@@ -68,10 +76,15 @@ class Iteration:
             vars(self.step).update(vars(step))
             self.step.values = values
             return self.step
-        self._versions = self._now() if self._watches else []
-        self._watches = self._evaluates_first
         self.step = step
+        if self._start is not None:
+            self._start.begin()
         return step
+
+    def enter(self) -> None:
+        """Note that the block begins."""
+        if self._start is not None:
+            self._start.enter()
 
     def restore(self) -> None:
         """Give the script's objects the state of the run, unless the script is within an iteration.
@@ -87,7 +100,27 @@ class Iteration:
         self._values.clear()
 
     def keep(self) -> None:
-        """Keep the state, after a failure in the block, until the end of the iteration."""
+        """Keep the state, after a failure in the block, until the end of the iteration.
+
+        Raises:
+            UserError: the state at the start of the iteration is lost, with the exit code of a
+                crash.
+        """
+        if self._start is None:
+            return
+        if self._start.copy is not None:
+            self._failed = self._start.copy
+        elif self._start.changed():
+            raise crash(
+                _START_LOST.format(
+                    "the script has changed the model before the step's block, which it had not "
+                    "done in its first steps"
+                )
+            )
+        else:
+            self._copy()
+
+    def _copy(self) -> None:
         try:
             self._failed = Snapshot(self._state)
             self._failed.keep()
@@ -96,10 +129,22 @@ class Iteration:
             self._failed.keep()
 
     def abandon(self) -> None:
-        """Let the rest of the iteration run without effect: the state is an earlier one."""
-        if self.step is not None:
-            self.step.abandon()
-            self.keep()
+        """Let the rest of the iteration run without effect: the state is an earlier one.
+
+        Raises:
+            UserError: the block has not begun, with the exit code of a crash.
+        """
+        if self.step is None:
+            return
+        if not self.step.began:
+            raise crash(
+                _START_LOST.format(
+                    "the script was in an evaluation before the step's block, and the ranks' "
+                    "states had diverged (exchange.sync_every)"
+                )
+            )
+        self.step.abandon()
+        self._copy()
 
     def end(self) -> None:
         """End the iteration: capture the state, or return to that of the failure in the block.
@@ -131,9 +176,6 @@ class Iteration:
         Raises:
             RankLostError: another rank is gone.
         """
-        assert self.step is not None
-        if not self.step.began:
-            self._evaluates_first = self._watches = True
         if not self._continuing:
             pairs = compute(topology.rank, topology.world_size, True)
             self._values.append(_mean(gather_json(pairs, "evaluate")))
@@ -143,18 +185,19 @@ class Iteration:
             self._take_turn(number, compute, topology.rank)
         return self._values[number]
 
-    def require_unchanged(self, error: RankLostError) -> None:
+    def require_unchanged(self) -> None:
         """Require that the script has changed no tensor yet, if its block has not begun.
 
         Raises:
             UserError: it has, with the exit code of a crash.
         """
-        if self.step is not None and not self.step.began and self._versions != self._now():
+        before = self.step is not None and not self.step.began
+        if before and self._start is not None and self._start.changed():
             raise crash(
-                f"another rank was lost in an evaluation ({error}) before the step's block, after "
-                "the script had changed the model or the optimizer in this iteration: the state at "
-                "its start is lost. Start again with the same run.id to resume from the newest "
-                "checkpoint, and call training.evaluate after the block"
+                _START_LOST.format(
+                    "the script has changed the model, and then called training.evaluate before "
+                    "the step's block: evaluate after the block"
+                )
             )
 
     def finish(self) -> Generator[Step, None, None]:
@@ -205,13 +248,6 @@ class Iteration:
         if number == first:
             self._values.append(found[0])
         return True
-
-    def _now(self) -> list[tuple[int, int]]:
-        """Identity and version of the tensors of the model and the optimizer."""
-        model, states = self._state.model, self._state.optimizer.state
-        kept = [v for state in [*states.values()] for v in getattr(state, "values", tuple)()]
-        tensors = [*model.parameters(), *model.buffers(), *kept]
-        return [(id(t), t._version) for t in tensors if isinstance(t, Tensor)]
 
 
 def _mean(ranks: Sequence[Pairs]) -> float:

@@ -210,6 +210,8 @@ class ScriptIteration(Protocol):
 
     def restore(self) -> None: ...
 
+    def enter(self) -> None: ...
+
     def count(self) -> None: ...
 
     def keep(self) -> None: ...
@@ -688,6 +690,8 @@ class Loop:
 
     def begin_step(self) -> None:
         """Begin the step, see TrainStep."""
+        if self._iteration is not None:
+            self._iteration.enter()
         self._applied.check(self.progress.step)
         self._began = time.perf_counter()
         flags = Flags(

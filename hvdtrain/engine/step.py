@@ -238,6 +238,8 @@ class TrainStep:
         reached = self._exchange.reached()
         missed = [False] * len(frozen)
         if reached is not None and len(reached) < len(frozen):
+            if not complete and len(reached) < frozen.count(False):
+                return
             names = {trained.names[p] for p in reached}
             missed = [name not in names for name in trained.all_names]
             if not complete and any(m and not f for m, f in zip(missed, frozen, strict=True)):

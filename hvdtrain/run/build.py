@@ -16,6 +16,7 @@ from hvdtrain.data.loader import Loading, StepLoader, TrainLoader, has_own_order
 from hvdtrain.data.order import describe
 from hvdtrain.data.stream import StreamLoader
 from hvdtrain.engine.accumulate import Accumulate, Passes
+from hvdtrain.engine.callbacks.digests import RecordSamples
 from hvdtrain.engine.changing_buffers import ChangingBuffers
 from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.engine.interleave import InterleavedBackward
@@ -40,6 +41,7 @@ from hvdtrain.run.prepare import Prepared
 from hvdtrain.run.repeatable import check_repeatable
 from hvdtrain.run.resolve import Resolved, RunBuckets, dataset_size
 from hvdtrain.run.strategy import Strategy
+from hvdtrain.run_files.digests import DigestFiles
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.context import RankContext
@@ -112,7 +114,9 @@ class RunComponents:
     def loading(self) -> Loading:
         """How batches are loaded in training and evaluation."""
         pin_memory = self.device.type == "cuda"
-        return Loading(self.config.loader, pin_memory, collate_of(self.task))
+        files = DigestFiles.of_this_process()
+        observe = RecordSamples(files) if files is not None else None
+        return Loading(self.config.loader, pin_memory, collate_of(self.task), observe)
 
 
 def build_components(prepared: Prepared, strategy: Strategy, topology: Topology) -> RunComponents:
@@ -173,7 +177,7 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
         ema=ema,
         agreement=strategy.agreement(state),
         interleaved=interleaved,
-        iteration=Iteration(script, state) if script is not None else None,
+        iteration=Iteration(script, state, elastic) if script is not None else None,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Config
 from hvdtrain.data.validation import ValidationData
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints, Saving
+from hvdtrain.engine.callbacks.digests import RecordDigests
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.callbacks.log import Export, LogMetrics, RecordMfu
 from hvdtrain.engine.callbacks.profile import Profile
@@ -21,6 +23,7 @@ from hvdtrain.engine.state import KeepCommonState
 from hvdtrain.errors import UserError
 from hvdtrain.run.build import RunComponents, build_passes
 from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.run_files.digests import DigestFiles
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.tasks import optional
@@ -60,6 +63,7 @@ class Callbacks:
     snapshot: KeepCommonState | None
     copies: KeepCopies | None
     profile: Profile | None
+    digests: RecordDigests | None
 
     def as_list(self) -> list[Callback]:
         """Return the configured callbacks."""
@@ -79,12 +83,14 @@ class Outputs:
         recorder: on rank 0.
         failed_at: unix time of the failure before this generation, if any.
         recent: last records of this process, see LogMetrics.
+        hosts_changed: whether this rank was notified that processes join or leave.
     """
 
     directory: RunDirectory
     recorder: RunRecorder | None
     failed_at: float | None = None
     recent: deque[StepRecord] = field(default_factory=deque)
+    hosts_changed: Callable[[], bool] = lambda: False
 
 
 def build_callbacks(
@@ -93,6 +99,7 @@ def build_callbacks(
     """Build the callbacks of one generation."""
     state, exporter, recorder = components.state, components.exporter, outputs.recorder
     emit = recorder.events.write if recorder else _nothing
+    digests = DigestFiles.of_this_process()
     return Callbacks(
         mfu=RecordMfu(components.flops) if components.flops else None,
         replicas=ReplicaCheck(
@@ -156,6 +163,9 @@ def build_callbacks(
             context,
         )
         if config.profile.steps is not None
+        else None,
+        digests=RecordDigests(digests, state, context, outputs.hosts_changed)
+        if digests is not None
         else None,
     )
 

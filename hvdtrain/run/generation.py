@@ -424,11 +424,18 @@ class Generation:
     def _train(self) -> Generator[Step, None, int]:
         persistent, cause, context = self._persistent, self._cause, self._context
         failed = cause.name == "failure"
+        membership = self._launched.membership
+        interruptions = Interruptions(
+            self._launched.stop,
+            lambda: membership is not None and membership.hosts_changed,
+            self._launched.finish,
+        )
         outputs = Outputs(
             persistent.directory,
             persistent.recorder,
             cause.since if failed else None,
             persistent.recent,
+            interruptions.membership_changed,
         )
         callbacks = build_callbacks(self._config, self._components, outputs, context)
         idle = context.mesh.data.size - self._config.batch.micro_batches
@@ -443,12 +450,6 @@ class Generation:
             from hvdtrain.engine.callbacks.copies import log_memory
 
             log_memory(self._config.checkpoint.memory, self._topology, size)
-        membership = self._launched.membership
-        interruptions = Interruptions(
-            self._launched.stop,
-            lambda: membership is not None and membership.hosts_changed,
-            self._launched.finish,
-        )
         listed = callbacks.as_list()
         loop = build_loop(
             self._config,

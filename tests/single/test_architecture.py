@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 ROWS = [
     {"train", "cli", "commands"},
     {"doctor", "plan"},
-    {"report", "bench", "top", "deploy", "api"},
+    {"report", "bench", "top", "deploy", "api", "check"},
     {"audit"},
     {"run", "supervise"},
     {"config"},

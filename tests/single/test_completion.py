@@ -55,7 +55,8 @@ def _offered(shell: str, script: Path, words: list[str]) -> list[str]:
 
 CASES = [
     ("la", ["launch"]),
-    ("c", ["ckpt", "completion"]),
+    ("ch", ["check"]),
+    ("c", ["check", "ckpt", "completion"]),
     ("ckpt ", ["list", "verify", "export"]),
     ("ckpt export --fo", ["--format"]),
     ("ckpt export --format hu", ["huggingface"]),

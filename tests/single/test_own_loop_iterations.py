@@ -31,6 +31,7 @@ def test_resumed_run_repeats_no_code_around_the_block(tmp_path: Path, what: str)
     ("what", "place"),
     [
         ("target", "block"),
+        ("switch", "block"),
         ("averages", "evaluation"),
         ("before", "evaluation"),
         pytest.param("decay", "block", marks=SOAK),

@@ -144,8 +144,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("launcher", ["", "gloo:2"])
-@pytest.mark.parametrize("what", REFUSED)
+ON_TWO_RANKS = ["lazy", "layer", "buffer in the forward pass"]
+
+
+@pytest.mark.parametrize(
+    ("what", "launcher"), [*((w, "") for w in REFUSED), *((w, "gloo:2") for w in ON_TWO_RANKS)]
+)
 def test_growing_model_is_refused_when_it_grows(tmp_path: Path, what: str, launcher: str) -> None:
     found = error(tmp_path, "a", "layers.py", launcher, HVDTRAIN_TEST_LAYERS=what)
     assert REFUSED[what] in found

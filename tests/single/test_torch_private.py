@@ -261,6 +261,9 @@ def test_foreach_operations_equal_a_loop_bitwise() -> None:
     copied = [torch.empty_like(t) for t in tensors]
     torch._foreach_copy_(copied, tensors)
     assert all(torch.equal(a, b) for a, b in zip(copied, tensors, strict=True))
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
+    expected = [t.double().norm() for t in tensors]
+    torch.testing.assert_close([*norms], expected)
 
 
 @pytest.mark.smoke

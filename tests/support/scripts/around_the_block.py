@@ -1,8 +1,8 @@
 """A script that changes model and optimizer outside the blocks of its steps.
 
 HVDTRAIN_TEST_WHAT: "target" (a moving average of a net, inside the model), "decay" (of parameters),
-"averages" (an optimizer that switches between two sets of weights) or "before" (it evaluates before
-the block).
+"averages" (an optimizer that switches between two sets of weights after the block), "switch" (it
+switches back before the block) or "before" (it evaluates before the block).
 HVDTRAIN_TEST_KILL: "block 5" or "evaluation 5": where and in which step rank 1 is killed, once: it
 creates the file HVDTRAIN_TEST_KILLED. HVDTRAIN_TEST_PACE: seconds of pause in each step.
 """
@@ -27,7 +27,7 @@ torch.manual_seed(0)
 online = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 target = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).requires_grad_(False)
 model = nn.ModuleDict({"online": online, "target": target})
-if what == "averages":
+if what in ("averages", "switch"):
     optimizer = ScheduleFreeSGD(online.parameters(), lr=0.1)
     optimizer.train()
 else:
@@ -59,6 +59,8 @@ with hvdtrain.training(model, optimizer, [*zip(x, y, strict=True)]) as training:
         time.sleep(pace)
         if what == "before" and step.index % 2:
             history.append(training.evaluate(validate, items=256))
+        if what == "switch":
+            optimizer.train()
         with step:
             for inputs, wanted in step:
                 error = online(inputs) - wanted - 0.1 * target(inputs)
@@ -72,7 +74,7 @@ with hvdtrain.training(model, optimizer, [*zip(x, y, strict=True)]) as training:
             with torch.no_grad():
                 for p in online.parameters():
                     p.mul_(0.99)
-        if what == "averages":
+        if what in ("averages", "switch"):
             optimizer.eval()
         if what != "before":
             history.append(training.evaluate(validate, items=256))

@@ -1,0 +1,1 @@
+"""`hvdtrain check`: short runs of a script on several numbers of ranks, compared bitwise."""

@@ -17,7 +17,7 @@ from tests.support.job import Finished
 from tests.support.own_loops import EXACT, FLAGS
 from tests.support.third_parties.part import DURATION
 
-PRELOAD = "torch._dynamo pytorch_optimizer"
+PRELOAD = "torch._dynamo pytorch_optimizer bitsandbytes vector_quantize_pytorch"
 STOPPED_AFTER = 11  # steps, of a run that is resumed
 SECONDS = 300.0
 SCRIPT = str(Path(__file__).with_name("script.py"))

@@ -138,7 +138,7 @@ class ChangingBuffers:
         self._norms, self._numbers = {}, {}
         now = _norms_of(self._model) if norms else {}
         for name, norm in norms.items():
-            if name in now and not torch.equal(now[name], norm):
+            if name in now and not _same(now[name], norm):
                 raise UserError(
                     f"the micro-batches of a step change the trained parameter {name}, as a "
                     "data-dependent initialization does: on several ranks it would differ. Run "

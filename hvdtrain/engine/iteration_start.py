@@ -57,8 +57,9 @@ class IterationStart:
         """Whether the script has changed the model in this iteration, before or after the block."""
         if self.copy is not None:
             return True
+        # As bits: NaN is the same as NaN.
         pairs = zip(self._norms, self._norms_now(), strict=True)
-        return not all(torch.equal(before, now) for before, now in pairs)
+        return not all(torch.equal(a.view(torch.int64), b.view(torch.int64)) for a, b in pairs)
 
     @torch.no_grad()
     def _norms_now(self) -> list[Tensor]:

@@ -502,7 +502,8 @@ class Training:
         self._session.iteration.require_unchanged()
         steps = self._steps
         assert steps is not None
-        self._step = self._next(lambda: steps.throw(error))
+        with random_numbers_kept():
+            self._step = self._next(lambda: steps.throw(error))
 
     def _compute(
         self,

@@ -36,9 +36,9 @@ _PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.
 # The last part of a seed separates uses of random numbers. A forward pass in training has no such
 # part.
 VALIDATION_SEED, EPOCH_SEED, LOADING_SEED = 1, 2, 3
-# Of a script's own loop: at the beginning of a step, after its micro-batches, after its block, and
-# for each part of an evaluation.
-STEP_SEED, BLOCK_SEED, AFTER_SEED, EVALUATE_SEED = 4, 5, 6, 7
+# Of a script's own loop: at the beginning of a step, after its micro-batches, after its block, for
+# each part of an evaluation, and for the update.
+STEP_SEED, BLOCK_SEED, AFTER_SEED, EVALUATE_SEED, UPDATE_SEED = 4, 5, 6, 7, 8
 
 
 @dataclass(frozen=True)

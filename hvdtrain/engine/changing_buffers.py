@@ -76,6 +76,8 @@ class ChangingBuffers:
         if self._places is None:
             self._find_places()
             self._norms, self._numbers = _norms_of(self._model), _numbers_of(self._model)
+        else:
+            self._norms, self._numbers = {}, {}
         if not self._places:
             return
         now = {name: getattr(*place, None) for name, place in self._places.items()}
@@ -176,10 +178,15 @@ class ChangingBuffers:
         new: dict[str, list[Any]] = {}
         for found in gather_json(self._found, "buffers.changing"):
             new |= {name: found[name] for name in found.keys() - self._shared.keys() - new.keys()}
-        self._shared |= new
         if self._places is None:
             self._find_places()
         assert self._places is not None
+        # An attribute that a forward pass makes: a rank that has just joined does not have it yet.
+        for absent in gather_json([n for n in new if n not in self._places], "buffers.absent"):
+            for name in absent:
+                new.pop(name, None)
+                self._places.pop(name, None)
+        self._shared |= new
         for name in new.keys() - self._found.keys():  # only other ranks have changed it so far
             tensor = getattr(*self._places[name])
             self._restore(self._places[name], tensor, tensor.detach().clone())

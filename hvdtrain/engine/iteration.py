@@ -21,9 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 
-import torch
-
-from hvdtrain.engine.iteration_start import IterationStart
+from hvdtrain.engine.iteration_start import IterationStart, kept
 from hvdtrain.engine.loop import Step
 from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.engine.state import RunState, Snapshot
@@ -62,6 +60,7 @@ class Iteration:
         self._start = IterationStart(state) if elastic else None
         self._failed: Snapshot | None = None  # to which the state returns
         self._values: list[float] = []  # of evaluations since the last step that counts
+        self._early = 0  # evaluations before the block
         self._continuing = False  # in a generation that began after the block
 
     @property
@@ -76,7 +75,7 @@ class Iteration:
             vars(self.step).update(vars(step))
             self.step.values = values
             return self.step
-        self.step = step
+        self.step, self._early = step, 0
         if self._start is not None:
             self._start.begin()
         return step
@@ -106,9 +105,11 @@ class Iteration:
             UserError: the state at the start of the iteration is lost, with the exit code of a
                 crash.
         """
-        if self._start is None:
+        if self._start is None or self.step is None:
             return
-        if self._start.copy is not None:
+        if self._state.progress.step > self.step.index:  # local SGD, in its average
+            self._failed = kept(self._state)
+        elif self._start.copy is not None:
             self._failed = self._start.copy
         elif self._start.changed():
             raise crash(
@@ -118,15 +119,7 @@ class Iteration:
                 )
             )
         else:
-            self._copy()
-
-    def _copy(self) -> None:
-        try:
-            self._failed = Snapshot(self._state)
-            self._failed.keep()
-        except torch.OutOfMemoryError:
-            self._failed = Snapshot(self._state, torch.device("cpu"))
-            self._failed.keep()
+            self._failed = kept(self._state)
 
     def abandon(self) -> None:
         """Let the rest of the iteration run without effect: the state is an earlier one.
@@ -144,7 +137,7 @@ class Iteration:
                 )
             )
         self.step.abandon()
-        self._copy()
+        self._failed = kept(self._state)
 
     def end(self) -> None:
         """End the iteration: capture the state, or return to that of the failure in the block.
@@ -176,9 +169,11 @@ class Iteration:
         Raises:
             RankLostError: another rank is gone.
         """
+        assert self.step is not None
         if not self._continuing:
             pairs = compute(topology.rank, topology.world_size, True)
             self._values.append(_mean(gather_json(pairs, "evaluate")))
+            self._early += not self.step.began
             return self._values[-1]
         number = len(self._values)
         while len(self._values) == number:
@@ -186,17 +181,17 @@ class Iteration:
         return self._values[number]
 
     def require_unchanged(self) -> None:
-        """Require that the script has changed no tensor yet, if its block has not begun.
+        """Require that the script has done nothing else yet, if its block has not begun.
 
         Raises:
             UserError: it has, with the exit code of a crash.
         """
         before = self.step is not None and not self.step.began
-        if before and self._start is not None and self._start.changed():
+        if before and self._start is not None and (self._early or self._start.changed()):
             raise crash(
                 _START_LOST.format(
-                    "the script has changed the model, and then called training.evaluate before "
-                    "the step's block: evaluate after the block"
+                    "the script has changed the model, or evaluated, and then called "
+                    "training.evaluate before the step's block: evaluate after the block"
                 )
             )
 

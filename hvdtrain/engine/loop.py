@@ -44,7 +44,14 @@ from torch import Tensor
 from hvdtrain import comm
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig
-from hvdtrain.data.loader import AFTER_SEED, BLOCK_SEED, STEP_SEED, Batch, StepLoader
+from hvdtrain.data.loader import (
+    AFTER_SEED,
+    BLOCK_SEED,
+    STEP_SEED,
+    UPDATE_SEED,
+    Batch,
+    StepLoader,
+)
 from hvdtrain.engine.accumulate import RankPasses
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.replay import StepDiscarded
@@ -682,7 +689,7 @@ class Loop:
 
         Args:
             batch: number of the step's global batch.
-            kind: STEP_SEED, BLOCK_SEED or AFTER_SEED.
+            kind: STEP_SEED, BLOCK_SEED, UPDATE_SEED or AFTER_SEED.
         """
         if self._iteration is not None:
             seed_all(self._seed, batch, 0, kind)
@@ -690,7 +697,7 @@ class Loop:
     def seed_update(self, batch: int) -> None:
         """Seed what the optimizer of a script draws: the block may draw on some ranks only."""
         if self._iteration is not None and not self._iteration.script.has_elementwise_optimizer:
-            self.seed(batch, BLOCK_SEED)
+            self.seed(batch, UPDATE_SEED)
 
     def check_structure(self) -> None:
         """Raise UserError if a script's model has other layers or buffers than at its start."""
@@ -701,8 +708,6 @@ class Loop:
 
     def begin_step(self) -> None:
         """Begin the step, see TrainStep."""
-        if self._iteration is not None:
-            self._iteration.enter()
         self._applied.check(self.progress.step)
         self._began = time.perf_counter()
         flags = Flags(
@@ -720,6 +725,8 @@ class Loop:
 
     def open_passes(self) -> RankPasses:
         """Return the passes for a caller that computes the losses."""
+        if self._iteration is not None:
+            self._iteration.enter()
         return self._stepper.passes()
 
     def exchange(self) -> None:

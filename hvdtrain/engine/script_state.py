@@ -193,15 +193,16 @@ class ScriptState:
         return self._tensors
 
     def compared(self) -> dict[str, Tensor]:
-        """See StatePart."""
-        return self._tensors
+        """See StatePart: without the modes, as one rank may evaluate between two iterations."""
+        content = json_of(self._tensors)
+        content.pop("evaluating", None)
+        return with_json(content, dict(self._tensors))
 
     def by_name(self) -> dict[str, dict[str, Tensor]]:
         """Tensors of `compared`, by the words of a script for what they are of."""
         content = json_of(self._tensors)
         named = {f"training.state[{name!r}]": one for name, one in content["objects"].items()}
         named["the options of the optimizer's groups, such as lr"] = content["groups"]
-        named["the list of modules in eval mode"] = content.get("evaluating", [])
         found: dict[str, dict[str, Tensor]] = {}
         for name, encoded in named.items():
             tensors: dict[str, Tensor] = {}

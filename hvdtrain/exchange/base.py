@@ -153,7 +153,6 @@ class TrainedParameters:
     Attributes:
         in_order: the parameters.
         names: parameter -> its name.
-        dropped: names of the parameters without a gradient in this step, on all ranks.
         all_names: names of the parameters of all ranks, identical on all ranks. If a model spans
             ranks, spanning.py adds the names that are not on this rank.
     """
@@ -162,7 +161,6 @@ class TrainedParameters:
         self.names = parameter_names(optimizer, model)
         self.in_order = [p for p in model.parameters() if p in self.names]
         self.all_names = [self.names[p] for p in self.in_order]
-        self.dropped: Collection[str] = ()
         # The optimizer does not have these: they were frozen when the model was created.
         self._unknown = [(n, p) for n, p in model.named_parameters() if p not in self.names]
 
@@ -185,9 +183,9 @@ class TrainedParameters:
 
     def drop(self, unused: Sequence[bool]) -> None:
         """Remove gradients of frozen and of unreached parameters; `unused`: equal on all ranks."""
-        self.dropped = {name for name, drop in zip(self.all_names, unused, strict=True) if drop}
-        for parameter in self.in_order if self.dropped else ():
-            if self.names[parameter] in self.dropped:
+        dropped = {name for name, drop in zip(self.all_names, unused, strict=True) if drop}
+        for parameter in self.in_order if dropped else ():
+            if self.names[parameter] in dropped:
                 parameter.grad = None
 
 

@@ -6,7 +6,7 @@
 Each row is a part of tests/support/third_parties, in a small model. Runs train all parts at once,
 see tests/support/third_parties/script.py. If such a run fails, its parts are divided until those
 that fail are alone. Two runs give one result if all tensors at the end are bitwise identical, on
-all ranks. All rows take 15 minutes on two cores.
+all ranks. All rows take 10 to 20 minutes on two cores.
 """
 
 from __future__ import annotations

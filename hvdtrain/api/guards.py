@@ -1,4 +1,4 @@
-"""Calls of a script that would miss the gradient of the global batch: refused during a run."""
+"""Calls of a script that would be wrong or have no effect: refused during a run."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.optim import Optimizer
 
 from hvdtrain.engine.loop import Step
 from hvdtrain.errors import UserError
 
 
 class BackwardGuard:
-    """Refuses backward passes to a model's parameters that a script runs by itself.
+    """Refuses a script's own backward passes to a model's parameters, and new optimizers of them.
 
-    While it is installed it replaces two functions of torch, which other models and losses may
-    use as ever: `torch.autograd.backward`, which `Tensor.backward` calls, and `GradScaler.scale`.
-    Hooks of the parameters would notice a wrong pass too late, and cost time in each right one.
+    While it is installed it replaces three functions of torch, which other models and losses may
+    use as ever: `torch.autograd.backward`, which `Tensor.backward` calls, `GradScaler.scale`, and
+    `Optimizer.add_param_group`, which each new optimizer calls. Hooks of the parameters would
+    notice a wrong pass too late, and cost time in each right one.
 
     Args:
         current: returns the step in progress, from its block to the end of the code after it.
@@ -27,6 +29,7 @@ class BackwardGuard:
     def __init__(self, model: nn.Module, current: Callable[[], Step | None]) -> None:
         self._model, self._current = model, current
         self._backward, self._scale = torch.autograd.backward, torch.amp.GradScaler.scale
+        self._add_group = Optimizer.add_param_group
 
     def install(self) -> None:
         def backward(
@@ -55,10 +58,22 @@ class BackwardGuard:
                 )
             return self._scale(scaler, outputs)
 
+        def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
+            self._add_group(optimizer, group)
+            if self._current() is not None and {*self._model.parameters()} & {*group["params"]}:
+                raise UserError(
+                    f"the loop created {type(optimizer).__name__}, an optimizer of the model's "
+                    "parameters, which would have no effect: the step's block ends with those that "
+                    "hvdtrain.training was given. To begin again with one of them, clear its "
+                    "state (optimizer.state.clear()) and set the options of its groups"
+                )
+
         torch.autograd.backward = backward
+        Optimizer.add_param_group = add_param_group  # type: ignore[method-assign, assignment]
         torch.amp.GradScaler.scale = scale  # type: ignore[method-assign, assignment]
 
     def remove(self) -> None:
+        Optimizer.add_param_group = self._add_group  # type: ignore[method-assign]
         torch.autograd.backward = self._backward
         torch.amp.GradScaler.scale = self._scale  # type: ignore[method-assign]
 

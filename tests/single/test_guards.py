@@ -51,3 +51,10 @@ def test_grad_scaler_is_refused_for_the_runs_model_only(model: nn.Module) -> Non
     scaler.scale(nn.Linear(2, 1)(torch.ones(2)).sum()).backward()
     with pytest.raises(UserError, match="GradScaler"):
         scaler.scale(model(torch.ones(2)).sum())
+
+
+def test_new_optimizer_of_the_runs_model_is_refused(model: nn.Module) -> None:
+    other = nn.Linear(2, 1)
+    torch.optim.SGD(other.parameters(), lr=0.1).add_param_group({"params": [torch.ones(1)]})
+    with pytest.raises(UserError, match="the loop created AdamW"):
+        torch.optim.AdamW([*other.parameters(), *model.parameters()])

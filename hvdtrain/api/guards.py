@@ -93,6 +93,53 @@ class BackwardGuard:
             )
 
 
+class DatasetGuard:
+    """Refuses changes of a dataset in the loop that the run would not see.
+
+    Args:
+        workers: processes that load ahead, each with a copy of the dataset from its start.
+    """
+
+    def __init__(self, dataset: Any, workers: int) -> None:
+        self._dataset, self._workers = dataset, workers
+        self._length = self._length_now()
+        self._values = self._values_now()
+
+    def check(self) -> None:
+        """Compare the dataset with its state before the loop.
+
+        Raises:
+            UserError: its length has changed, or, with workers, a plain value among its attributes.
+        """
+        length = self._length_now()
+        if length != self._length:
+            raise UserError(
+                f"the dataset had {self._length} samples when the loop began and has {length} now: "
+                "a run visits those from its beginning. Give the dataset its final length before "
+                "the loop, or begin another run"
+            )
+        now = self._values_now()
+        if now != self._values:
+            name = next(n for n in self._values | now if self._values.get(n) != now.get(n))
+            raise UserError(
+                f"the dataset's attribute {name} was changed in the loop, but the data workers "
+                f"(loader.workers {self._workers}) have copies of the dataset from their start: "
+                "set loader.workers 0"
+            )
+
+    def _length_now(self) -> int | None:
+        try:
+            return len(self._dataset)
+        except (TypeError, NotImplementedError):  # iterable
+            return None
+
+    def _values_now(self) -> dict[str, Any]:
+        if not self._workers:
+            return {}
+        own = getattr(self._dataset, "__dict__", {})
+        return {n: v for n, v in own.items() if isinstance(v, int | float | str | None)}
+
+
 def refuse_accumulation_hooks(model: nn.Module) -> None:
     """Raise UserError if a parameter has a hook that gets its accumulated gradient."""
     for name, parameter in model.named_parameters():

@@ -37,7 +37,7 @@ from hvdtrain.api.flags import (
     unread_words,
     without_dot,
 )
-from hvdtrain.api.guards import BackwardGuard, refuse_accumulation_hooks
+from hvdtrain.api.guards import BackwardGuard, DatasetGuard, refuse_accumulation_hooks
 from hvdtrain.config import Settings, parse
 from hvdtrain.data.loader import EVALUATE_SEED
 from hvdtrain.data.mixture import fingerprint_of
@@ -85,10 +85,10 @@ class Script:
     run_name: str
     script_state: ScriptState
     collate: Callable[[list[Any]], Any]
+    dataset: Dataset[Any]
     wrapped: nn.Module  # as the script calls it, see runtime/wrappers.py
     _model: nn.Module
     _optimizer: Optimizer
-    _dataset: Dataset[Any]
 
     @classmethod
     def of(
@@ -101,7 +101,7 @@ class Script:
     ) -> Script:
         script = cls()
         script.wrapped, script._model = model, unwrapped(model)
-        script._optimizer, script._dataset = optimizer, dataset
+        script._optimizer, script.dataset = optimizer, dataset
         several = optimizer.by_name if isinstance(optimizer, SeveralOptimizers) else ()
         script.run_name = Path(sys.argv[0]).stem or "script"
         script.metrics = (*(f"{name}_loss" for name in several), *metrics)
@@ -110,7 +110,7 @@ class Script:
         return script
 
     def datasets(self) -> Datasets:
-        return Datasets(self._dataset, fingerprint=fingerprint_of(self._dataset))
+        return Datasets(self.dataset, fingerprint=fingerprint_of(self.dataset))
 
     def model(self) -> nn.Module:
         return self._model
@@ -398,8 +398,10 @@ class Training:
         self._script.script_state.begin()
         self._steps, first = self._session.steps(), True
         steps = self._steps
+        dataset = DatasetGuard(self._script.dataset, self._settings.config.loader.workers)
         while (step := self._next(lambda: next(steps))) is not None:
             yield step
+            dataset.check()
             if first and self.rank == 0:
                 self._warn_of_schedulers()
             first = False

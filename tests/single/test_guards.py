@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.api.guards import BackwardGuard
+from hvdtrain.api.guards import BackwardGuard, DatasetGuard
 from hvdtrain.errors import UserError
 
 
@@ -58,3 +58,33 @@ def test_new_optimizer_of_the_runs_model_is_refused(model: nn.Module) -> None:
     torch.optim.SGD(other.parameters(), lr=0.1).add_param_group({"params": [torch.ones(1)]})
     with pytest.raises(UserError, match="the loop created AdamW"):
         torch.optim.AdamW([*other.parameters(), *model.parameters()])
+
+
+class Staged:
+    """A dataset with an attribute that a curriculum changes."""
+
+    def __init__(self) -> None:
+        self.stage, self.samples = 0, [1, 2, 3]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_changes_of_the_dataset_that_workers_do_not_see_are_refused(workers: int) -> None:
+    dataset = Staged()
+    guard = DatasetGuard(dataset, workers)
+    guard.check()
+    dataset.stage = 1
+    if workers:
+        with pytest.raises(UserError, match="attribute stage was changed"):
+            guard.check()
+        dataset.stage = 0
+    guard.check()
+    dataset.samples.append(4)
+    with pytest.raises(UserError, match="had 3 samples when the loop began and has 4 now"):
+        guard.check()
+
+
+def test_dataset_without_a_length_is_left_alone() -> None:
+    DatasetGuard(iter([1, 2]), 2).check()

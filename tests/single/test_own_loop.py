@@ -438,7 +438,7 @@ def test_other_changes_of_forward_passes_are_refused_or_named(
     assert done.returncode == code and (done.stdout + done.stderr).count(text) == 1, done
 
 
-def test_gradient_that_a_script_changes_differently_on_each_rank_is_refused(
+def test_gradient_that_differs_between_ranks_is_refused(
     tmp_path: Path,
 ) -> None:
     argv = [*FLAGS, "--run.root", str(tmp_path), "--run.id", "a"]

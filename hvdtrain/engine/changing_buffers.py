@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # private, see tasks/sync_batchnorm.py
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import EXIT_USER, UserError
 from hvdtrain.log import logger
-from hvdtrain.runtime.collectives import broadcast_tensors, gather_json
+from hvdtrain.runtime.collectives import AgreedError, broadcast_tensors, gather_json
 from hvdtrain.runtime.mesh import Topology
 
 Place = tuple[nn.Module, str]
+_ROUNDING = 1e-6  # relative: a constraint that is applied again may round
 
 
 class ChangingBuffers:
@@ -61,8 +62,10 @@ class ChangingBuffers:
         self._unwritten: dict[str, tuple[Tensor, Tensor]] = {}  # saved buffers, not yet compared
         self._versions: dict[str, tuple[Tensor, int, int]] = {}
         self._agreed = False
-        # In the first step only: norms of the trained parameters, and numbers that are attributes.
+        # In the first step only: norms of the trained parameters before it and after each of its
+        # micro-batches, and numbers that are attributes.
         self._norms: dict[str, Tensor] = {}
+        self._seen: list[dict[str, Tensor]] = []
         self._numbers: dict[str, float] = {}
 
     @property
@@ -77,7 +80,7 @@ class ChangingBuffers:
             self._find_places()
             self._norms, self._numbers = _norms_of(self._model), _numbers_of(self._model)
         else:
-            self._norms, self._numbers = {}, {}
+            self._norms, self._numbers, self._seen = {}, {}, []
         if not self._places:
             return
         now = {name: getattr(*place, None) for name, place in self._places.items()}
@@ -99,6 +102,8 @@ class ChangingBuffers:
     def reset(self) -> None:
         """Return to the values before the step, between two micro-batches."""
         self.look()
+        if self._norms:
+            self._seen.append(_norms_of(self._model))
         for name in (*self._shared, *self._found):
             if name in self._before:
                 self._set(name, *self._before[name])
@@ -130,22 +135,11 @@ class ChangingBuffers:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Look after the last micro-batch.
-
-        Raises:
-            UserError: in the first step, a forward pass has changed a trained parameter.
-        """
+        """Look after the last micro-batch."""
         self.look()
-        norms, numbers = self._norms, self._numbers
-        self._norms, self._numbers = {}, {}
-        now = _norms_of(self._model) if norms else {}
-        for name, norm in norms.items():
-            if name in now and not _same(now[name], norm):
-                raise UserError(
-                    f"the micro-batches of a step change the trained parameter {name}, as a "
-                    "data-dependent initialization does: on several ranks it would differ. Run "
-                    "one forward pass of the same samples on all ranks before hvdtrain.training"
-                )
+        if self._norms:
+            self._seen.append(_norms_of(self._model))
+        numbers, self._numbers = self._numbers, {}
         found = _numbers_of(self._model) if numbers else {}
         changed = [name for name, number in numbers.items() if found.get(name) != number]
         if changed:
@@ -173,8 +167,12 @@ class ChangingBuffers:
         """Agree with the other ranks on the buffers that change; all ranks call it.
 
         Raises:
+            AgreedError: in the first step, micro-batches have given a trained parameter different
+                values.
             RankLostError: another rank is gone.
         """
+        if not self._agreed:
+            self._check_trained()
         new: dict[str, list[Any]] = {}
         for found in gather_json(self._found, "buffers.changing"):
             new |= {name: found[name] for name in found.keys() - self._shared.keys() - new.keys()}
@@ -198,6 +196,29 @@ class ChangingBuffers:
             self._places.pop(name, None)
         if new and topology.rank == 0:
             self._tell(sorted(new))
+
+    def _check_trained(self) -> None:
+        """Require the same values of each trained parameter after each micro-batch of all ranks.
+
+        A constraint, such as a largest norm, gives the same ones. An initialization that depends
+        on the data does not, nor does a change by some of the ranks only.
+        """
+        seen = self._seen or [self._norms]  # this rank has no micro-batch
+        own = {
+            name: [float(norms[name]) for norms in seen if name in norms] for name in self._norms
+        }
+        self._norms, self._seen = {}, []
+        ranks = gather_json(own, "parameters.changing")
+        for name in ranks[0]:
+            values = [value for theirs in ranks for value in theirs.get(name, ())]
+            if max(values) - min(values) > _ROUNDING * max(values):  # False for NaN
+                raise AgreedError(
+                    f"the micro-batches of a step change the trained parameter {name}, each in "
+                    "its own way, as a data-dependent initialization does: ranks would differ. Run "
+                    "one forward pass of the same samples on all ranks before hvdtrain.training",
+                    EXIT_USER,
+                    rank=0,
+                )
 
     def _tell(self, names: list[str]) -> None:
         saved = self._model.state_dict().keys()

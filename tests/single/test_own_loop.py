@@ -422,19 +422,20 @@ def test_changing_buffer_that_is_not_saved_is_named(tmp_path: Path, model: str) 
 
 
 @pytest.mark.parametrize(
-    ("model", "code", "text"),
+    ("model", "launcher", "code", "text"),
     [
-        ("initialized", 2, "change the trained parameter 2.scale, as a data-dependent"),
-        ("counted", 0, "forward passes change 2.updates, numbers or lists of Python"),
+        ("initialized", "gloo:2", 2, "change the trained parameter 2.scale, each in its own way"),
+        ("constrained", "gloo:2", 0, "final train loss"),
+        ("counted", "", 0, "forward passes change 2.updates, numbers or lists of Python"),
     ],
 )
 def test_other_changes_of_forward_passes_are_refused_or_named(
-    tmp_path: Path, model: str, code: int, text: str
+    tmp_path: Path, model: str, launcher: str, code: int, text: str
 ) -> None:
     argv = [*FLAGS, "--run.root", str(tmp_path), "--run.id", "a"]
-    command = [warm.python(1, PRELOAD), str(SCRIPTS / BUFFERS)]
+    command = [warm.python(2, PRELOAD), str(SCRIPTS / BUFFERS)]
     env = {"HVDTRAIN_TEST_MODEL": model}
-    done = runs.start(tmp_path / "output", argv, "", env, command).wait(SECONDS)
+    done = runs.start(tmp_path / "output", argv, launcher, env, command).wait(SECONDS)
     assert done.returncode == code and (done.stdout + done.stderr).count(text) == 1, done
 
 

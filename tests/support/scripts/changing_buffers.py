@@ -85,6 +85,14 @@ class Initialized(nn.Module):
         return x * self.scale
 
 
+class Constrained(nn.Linear):
+    """Keeps its weights below a norm in each forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.3)
+        return super().forward(x)
+
+
 class Counted(nn.Module):
     """Anneals by a number of Python."""
 
@@ -123,6 +131,7 @@ MODELS = {
     "codebook": Codebook,
     "keys": Keys,
     "initialized": Initialized,
+    "constrained": lambda: Constrained(8, 8),
     "counted": Counted,
     "redrawn": Redrawn,
 }

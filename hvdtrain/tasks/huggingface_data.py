@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,7 +86,8 @@ def read_data(config: HuggingFaceTaskConfig, directory: ModelDirectory) -> TextD
             )
         return _windows(config, data, directory, tokenizer, context)
     assert tokenizer is not None
-    template = find_template(own.chat_template, tokenizer_file(config, directory), directory)
+    file = tokenizer_file(config, directory)
+    template = find_template(own.chat_template, file, directory, own.day)
     form = recognize(own, data, template is not None)
     if form.kind == "text":
         found = _windows(config, replace(data, source="jsonl"), directory, tokenizer, context)
@@ -98,6 +100,10 @@ def read_data(config: HuggingFaceTaskConfig, directory: ModelDirectory) -> TextD
     else:
         found = _of_lines(config, directory, form, tokenizer, template, context)
     notes = [f"data.train: {form.describe()}", *found.datasets.notes]
+    if form.chats and template is not None and template.dated:
+        notes.append(
+            f"chat template: the current date is {own.day} in all chats (huggingface.date)"
+        )
     return replace(found, datasets=found.datasets._replace(notes=notes, format=form.name))
 
 
@@ -179,7 +185,9 @@ def _of_lines(
     template = template if form.chats else None
     tokens = Tokens(tokenizer, context, end, padding or 0, own.truncate, template)
     file, objects = read(tokenizer_file(config, directory)), train.objects.fingerprint()
-    more = (form.name, template and template.source, own.pack)
+    more: tuple[Any, ...] = (form.name, template and template.source, own.pack)
+    if template is not None and template.dated:
+        more += (str(own.day),)
     unusual = more not in (("answer", None, False), ("label", None, False))
 
     def digest(data: str) -> str:
@@ -189,9 +197,15 @@ def _of_lines(
     former = digest(objects.former or str(objects))
     fingerprint = Fingerprint(digest(str(objects)), former, objects.files)
     if form.kind != "label":
-        if end is None and template is None:
+        if template is None and end is None:
             logger.warning(
                 "%s has no eos_token: the model does not learn where answers end", directory.path
+            )
+        if template is not None and not template.trains_end():
+            logger.warning(
+                "%s ends the assistant's messages, or its {%% generation %%} marks, without a "
+                "special token: the model does not learn where answers end",
+                template.name,
             )
         return _of_answers(train, validation, form, tokens, own.pack, fingerprint)
     classes = Classes(_labels(config, directory, train), padding)
@@ -241,7 +255,7 @@ def prompt_of(
     """
     tokenizer, file = _read_tokenizer(config, directory), tokenizer_file(config, directory)
     end = _number(directory, tokenizer, "eos_token")
-    ends = [] if end is None else [end]
+    ends = ([] if end is None else [end]) + directory.ends
     if data_format == "chat":
         template = find_template(config.huggingface.chat_template, file, directory)
         if template is None:

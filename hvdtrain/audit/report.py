@@ -19,6 +19,7 @@ from hvdtrain.audit.lineage import (
     trace,
 )
 from hvdtrain.data.order import MixedOrder
+from hvdtrain.errors import UserError
 from hvdtrain.text import aligned, epochs, plural
 
 
@@ -72,10 +73,12 @@ def audit(path: Path) -> Audit:
     """Audit RUN/ from the files that the run wrote.
 
     Raises:
-        UserError: there is no run that can be audited.
+        UserError: there is no run that can be audited, or it has applied no step.
     """
     ledger = read(path)
     lineage = trace(ledger)
+    if not lineage.segments:
+        raise UserError(f"{path}: the run has applied no step: there is nothing to audit")
     # Each generation has the same order as the ones before it, as far as they got; see trace.
     first, last = ledger.generations[0].start, ledger.generations[-1].start
     stops = [segment.sample_stop for segment in lineage.segments]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import has_own_order
 from hvdtrain.data.stream import has_state, length_of
@@ -29,14 +31,25 @@ def build_datasets(task: Task, config: Config) -> Datasets:
     """Build the task's data.
 
     Raises:
-        UserError: a dataset has no samples or no length although it needs one, or loader.workers
-            does not fit.
+        UserError: a dataset has no samples or no length although it needs one, is a dictionary of
+            datasets or can be read only once, or loader.workers does not fit.
     """
     datasets = task.datasets()
     for name, dataset in (("training", datasets.train), ("validation", datasets.validation)):
         if dataset is None:
             continue
+        if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
+            names = [str(name) for name in dataset]
+            raise UserError(
+                f"task {config.task}: the {name} data is a {type(dataset).__name__} of datasets "
+                f"({', '.join(names)}): use one of them, such as dataset[{names[0]!r}]"
+            )
         size = length_of(dataset)
+        if size is None and isinstance(dataset, Iterator) and not has_state(dataset):
+            raise UserError(
+                f"task {config.task}: the {name} data is a {type(dataset).__name__}, which can be "
+                "read only once: use a list of samples, or a dataset with __len__ and __getitem__"
+            )
         if size is None and not (dataset is datasets.train and has_state(dataset)):
             state = ", or state_dict and load_state_dict" if dataset is datasets.train else ""
             raise UserError(

@@ -19,7 +19,6 @@ from hvdtrain.audit.lineage import (
     trace,
 )
 from hvdtrain.data.order import MixedOrder
-from hvdtrain.errors import UserError
 from hvdtrain.text import aligned, epochs, plural
 
 
@@ -37,8 +36,11 @@ class Audit:
     goodput: Goodput
 
     @property
-    def clean(self) -> bool:
-        return not any(not finding.warning for finding in self.lineage.findings)
+    def clean(self) -> bool | None:
+        """Whether nothing is wrong; None: the run has applied no step that could be."""
+        if any(not finding.warning for finding in self.lineage.findings):
+            return False
+        return True if self.lineage.segments else None
 
     def to_json(self) -> str:
         segments = [asdict(segment) for segment in self.lineage.segments]
@@ -73,12 +75,10 @@ def audit(path: Path) -> Audit:
     """Audit RUN/ from the files that the run wrote.
 
     Raises:
-        UserError: there is no run that can be audited, or it has applied no step.
+        UserError: there is no run that can be audited.
     """
     ledger = read(path)
     lineage = trace(ledger)
-    if not lineage.segments:
-        raise UserError(f"{path}: the run has applied no step: there is nothing to audit")
     # Each generation has the same order as the ones before it, as far as they got; see trace.
     first, last = ledger.generations[0].start, ledger.generations[-1].start
     stops = [segment.sample_stop for segment in lineage.segments]
@@ -139,6 +139,8 @@ def _summary(audit: Audit) -> list[str]:
     redone = Redone(*map(sum, zip(*audit.lineage.redone, strict=True)))
     if wrong:
         lines = [f"{name}: NOT clean, {plural(len(wrong), 'finding')}"]
+    elif audit.clean is None:
+        lines = [f"{name}: no step was applied; {plural(restarts, 'restart')}"]
     else:
         lines = [
             f"{name}: clean. Steps {begin + 1} to {last} were each applied exactly once; "

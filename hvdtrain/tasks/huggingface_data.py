@@ -255,12 +255,13 @@ def prompt_of(
     """
     tokenizer, file = _read_tokenizer(config, directory), tokenizer_file(config, directory)
     end = _number(directory, tokenizer, "eos_token")
-    ends = ([] if end is None else [end]) + directory.ends
+    ends = [*dict.fromkeys([*([] if end is None else [end]), *directory.ends])]
     if data_format == "chat":
         template = find_template(config.huggingface.chat_template, file, directory)
         if template is None:
             raise UserError(f"huggingface.model: {directory.path} has no chat template any longer")
-        return tokenizer, template.question(prompt), ends + template.end_of_turn()
+        ends += [token for token in template.end_of_turn() if token not in ends]
+        return tokenizer, template.question(prompt), ends
     text = alpaca_prompt(prompt) if data_format == "alpaca" else prompt
     return tokenizer, Tokens(tokenizer, 0, end).of_prompt(text), ends
 

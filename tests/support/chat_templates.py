@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from datetime import date
 from itertools import chain
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from hvdtrain.errors import UserError
 from hvdtrain.tasks.huggingface_chat import ChatTemplate
 from hvdtrain.tasks.huggingface_lines import Keys, LineFormat
 
@@ -186,3 +188,15 @@ def faults(template: ChatTemplate, row: dict[str, Any]) -> str:
     wanted = set(_WORDS.findall(json.dumps([other, row.get("tools") or []])))
     missing = wanted - set(_WORDS.findall(tokenizer.decode(tokens)))
     return f"{missing} missing in the whole" if missing else ""
+
+
+def works(file: Path, root: Path, names: Sequence[str]) -> bool:
+    """Whether a template gives right labels for all of these chats; otherwise it refuses one."""
+    template = tokenizer_of(file, root)
+    for name in names:
+        try:
+            found = faults(template, CHATS[name])
+        except UserError:
+            return False
+        assert not found, (file.name, name, found)
+    return True

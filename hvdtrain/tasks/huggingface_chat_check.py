@@ -11,6 +11,7 @@ from typing import Any
 from hvdtrain.tasks.huggingface_lines import Chat
 
 _THINK = re.compile(r"</?think>")
+_SWITCH = re.compile(r"/(?:no_?)?think\b")  # for reasoning; templates read and remove it
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # as in transformers
 
 
@@ -31,7 +32,7 @@ def lost(chat: Chat, text: str, trained: Sequence[str]) -> str | None:
         where = f"message {number + 1} ({message['role']})"
         found = own.get(number, whole)
         reasoning, content = _parts(message)
-        if not _has(found, content):
+        if not all(_has(found, part) for part in _SWITCH.split(content)):
             return f"the content of {where}"
         if number in own and not all(_has(found, part) for part in reasoning):
             return f"the reasoning of {where}"

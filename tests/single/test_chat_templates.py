@@ -221,6 +221,11 @@ WRITTEN: list[tuple[str, dict[str, Any], str]] = [
         _chat(ASK, {**SAY, "content": " a\n"}),
         "a<|im_end|>\n",
     ),
+    (  # as in SmolLM3 and Nemotron
+        CHATML.replace("m.content", "m.content.replace('/no_think', '')"),
+        _chat({"role": "system", "content": "Be /no_think brief."}, ASK, SAY),
+        "License<|im_end|>\n",
+    ),
     (  # reasoning of an answer that is not trained on may be dropped
         CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
         _chat(ASK, {**THOUGHT, "weight": 0}, ASK, SAY),

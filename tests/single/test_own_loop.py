@@ -439,6 +439,14 @@ def test_other_changes_of_forward_passes_are_refused_or_named(
     assert done.returncode == code and (done.stdout + done.stderr).count(text) == 1, done
 
 
+def test_unusable_dataset_is_refused_in_one_line(tmp_path: Path) -> None:
+    argv = [*FLAGS, "--run.root", str(tmp_path)]
+    command = [warm.python(2, PRELOAD), str(SCRIPTS / "unusable_data.py")]
+    done = runs.start(tmp_path / "output", argv, "gloo:2", None, command).wait(SECONDS)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done
+    assert done.stderr.count("is a generator, which can be read only once") == 1, done
+
+
 def test_gradient_that_differs_between_ranks_is_refused(
     tmp_path: Path,
 ) -> None:

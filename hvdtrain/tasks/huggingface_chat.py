@@ -29,8 +29,6 @@ _LAST = 3  # tokens at the end of a turn: white space may follow the end token
 # Characters of a text in a message, before and after the first that differs.
 _SHOWN_BEFORE, _SHOWN = 16, 32
 _Span = tuple[int, int]  # first and last + 1 character
-
-
 # The function for the current time, and what its format may contain.
 _NOW, _CODES = "strftime_now", (*"aAbBcdeHIjmMpSUwWxXyYzZ", "-d", "-m")
 
@@ -101,7 +99,8 @@ class ChatTemplate:
                 raise error from None
 
     def _encode(self, chat: Chat, line: Line | None) -> tuple[list[int], list[bool]]:
-        if _GENERATION.search(self._tokenizer.get_chat_template(None, chat.tools)):
+        marks = bool(_GENERATION.search(self._tokenizer.get_chat_template(None, chat.tools)))
+        if marks:
             text, tokens, spans, places = self._marked(chat, line)
         else:
             text, spans = self._located(chat, line)
@@ -112,7 +111,8 @@ class ChatTemplate:
             raise _RejectedError(
                 f"{where} writes the arguments of {name!r} as Python does, not as JSON"
             )
-        if (part := lost(chat, text, [text[begin:end] for begin, end in spans])) is not None:
+        trained = [text[begin:end] for begin, end in spans]
+        if (part := lost(chat, text, trained, marks)) is not None:
             raise UserError(
                 f"{where} drops {part}: name a template that writes it with "
                 "huggingface.chat_template, or remove it from the line"

@@ -15,17 +15,19 @@ _SWITCH = re.compile(r"/(?:no_?)?think\b")  # for reasoning; templates read and 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # as in transformers
 
 
-def lost(chat: Chat, text: str, trained: Sequence[str]) -> str | None:
+def lost(chat: Chat, text: str, trained: Sequence[str], marks: bool) -> str | None:
     """What a rendered chat lacks, such as "the reasoning of message 2 (assistant)"; None: nothing.
 
     White space does not count, and text may be escaped as in JSON.
 
     Args:
         text: the whole chat.
-        trained: the texts to train on: one for each message to train on, or in other parts.
+        trained: the texts to train on: of each message to train on, or of parts of them.
+        marks: the template's marks select these texts, and may leave out reasoning or messages.
     """
     if len(trained) != len(chat.trained):
-        trained = ["".join(trained)] * len(chat.trained)
+        joined = text if marks and len(trained) < len(chat.trained) else "".join(trained)
+        trained = [joined] * len(chat.trained)
     own = dict(zip(chat.trained, map(_compact, trained), strict=True))
     whole = _compact(text)
     for number, message in enumerate(chat.messages):
@@ -34,7 +36,8 @@ def lost(chat: Chat, text: str, trained: Sequence[str]) -> str | None:
         reasoning, content = _parts(message)
         if not all(_has(found, part) for part in _SWITCH.split(content)):
             return f"the content of {where}"
-        if number in own and not all(_has(found, part) for part in reasoning):
+        own_reasoning = whole if marks else found
+        if number in own and not all(_has(own_reasoning, part) for part in reasoning):
             return f"the reasoning of {where}"
         begin = 0
         for function in _functions(message):

@@ -358,6 +358,15 @@ def test_marks_locate_messages_whose_place_is_unknown(directory: Path, tmp_path:
     assert _labels(directory, tmp_path, closed, _chat(SAY, ASK, SAY))[1].count("License") == 2
 
 
+def test_marks_may_leave_out_messages_and_reasoning(directory: Path, tmp_path: Path) -> None:
+    last = MARKED_CHATML.replace("m.role == 'assistant'", "loop.last")
+    assert _labels(directory, tmp_path, last, _chat(ASK, SAY, ASK, SAY))[1] == "License<|im_end|>"
+    reasoning = MARKED_CHATML.replace("{% generation %}", "{{ m.thinking }}{% generation %}")
+    row = _chat(ASK, {**SAY, "reasoning_content": "so"})
+    text, trained = _labels(directory, tmp_path, reasoning, row)
+    assert trained == "License<|im_end|>" and "soLicense" in text
+
+
 # --- dates --------------------------------------------------------------------
 
 FORMATS = ("%d %B %Y", "%Y-%m-%d", "%b %-d, %y %A %H:%M")

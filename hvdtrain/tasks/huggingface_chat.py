@@ -211,16 +211,17 @@ class ChatTemplate:
         return re.compile("|".join(map(re.escape, sorted(tokens, key=len)[::-1])) or "(?!)")
 
     @cached_property
+    def _after_answer(self) -> str | None:
+        """Text after an answer that is the last message; None: the template requires other chats."""
+        try:
+            return self._text(None, _EXAMPLE.messages, None).rpartition(_ANSWER)[2]
+        except UserError:
+            return None
+
+    @property
     def _closes(self) -> bool:
         """Whether the template writes a special token after an answer."""
-        try:
-            return self._special.search(self._after_answer()) is not None
-        except UserError:
-            return True  # it requires other chats
-
-    def _after_answer(self) -> str:
-        """Text after the answer of a chat."""
-        return self._text(None, _EXAMPLE.messages, None).rpartition(_ANSWER)[2]
+        return self._after_answer is None or self._special.search(self._after_answer) is not None
 
     def question(self, prompt: str) -> list[int]:
         """Tokens of a chat in which the assistant answers a user's first message next."""
@@ -230,8 +231,10 @@ class ChatTemplate:
         return tokens
 
     def end_of_turn(self) -> list[int]:
-        """The special token that ends the assistant's turn, if there is one."""
-        found = self._special.search(self._after_answer())
+        """The special token that ends the assistant's turn, if one is known."""
+        if self._after_answer is None:
+            return []
+        found = self._special.search(self._after_answer)
         token = found.group() if found else self._token_after(_EXAMPLE)
         return [self._tokenizer.convert_tokens_to_ids(token)] if token else []
 

@@ -58,6 +58,7 @@ class TextData:
         context: maximum tokens per sample that the model sees.
         tokenizer: None if the data is already tokenized.
         prompt: tokens of the validation data that a sample of the model continues.
+        ends: tokens that end the sample.
         separator: the token that ends each document, with data.document_mask.
         classes: classes of a classifier.
     """
@@ -66,6 +67,7 @@ class TextData:
     context: int
     tokenizer: Tokenizer | None = None
     prompt: Sequence[int] = ()
+    ends: Sequence[int] = ()
     separator: int | None = None
     classes: Classes | None = None
 
@@ -165,7 +167,7 @@ def _windows(
     train, validation = packed.windows(context, "huggingface.context")
     datasets = Datasets(train, validation, train.fingerprint())
     prompt = validation[0][: min(_PROMPT, context - 1)].tolist()
-    return TextData(datasets, context, tokenizer, prompt, separator)
+    return TextData(datasets, context, tokenizer, prompt, separator=separator)
 
 
 def _of_lines(
@@ -229,9 +231,10 @@ def _of_answers(
     Answers(Lines.of(train.objects), form, tokens).encoded(0)
     answers = Answers(train, form, tokens), Answers(validation, form, tokens)
     prompt = answers[1].prompt(0)[: tokens.context - 1]
+    ends = tokens.template.end_of_turn() if tokens.template is not None else []
     if not pack:
         datasets = Datasets(*answers, fingerprint)
-        return TextData(datasets, tokens.context, tokens.tokenizer, prompt)
+        return TextData(datasets, tokens.context, tokens.tokenizer, prompt, ends)
     packed = [Packed(each) for each in answers]
     used = packed[0].lengths().sum() / (len(packed[0]) * tokens.context)
     note = (
@@ -239,7 +242,7 @@ def _of_answers(
         f"{plural(len(packed[0]), 'sample')} of {tokens.context} tokens, {used:.0%} full"
     )
     datasets = Datasets(packed[0], packed[1], fingerprint, [note])
-    return TextData(datasets, tokens.context, tokens.tokenizer, prompt)
+    return TextData(datasets, tokens.context, tokens.tokenizer, prompt, ends)
 
 
 def prompt_of(

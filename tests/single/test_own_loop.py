@@ -461,7 +461,7 @@ def test_what_a_script_computes_differently_on_each_rank_is_named(
     command = [warm.python(2, PRELOAD), str(SCRIPTS / "different_state.py")]
     env = {"HVDTRAIN_TEST_WHAT": what}
     done = runs.start(tmp_path / "output", argv, "gloo:2", env, command).wait(SECONDS)
-    assert done.returncode == 1, done
+    assert done.returncode == 2, done
     assert f"step 2: {named} differs between 2 groups of ranks" in done.stderr, done
     assert "the script computes it differently on each rank" in done.stderr, done
 

@@ -439,6 +439,14 @@ def test_other_changes_of_forward_passes_are_refused_or_named(
     assert done.returncode == code and (done.stdout + done.stderr).count(text) == 1, done
 
 
+def test_refused_loop_ends_although_its_exporter_serves(tmp_path: Path) -> None:
+    argv = [*FLAGS, "--telemetry.port", "9857", "--run.root", str(tmp_path)]
+    command = [warm.python(2, PRELOAD), str(SCRIPTS / BUFFERS)]
+    env = {"HVDTRAIN_TEST_MODEL": "initialized"}
+    done = runs.start(tmp_path / "output", argv, "gloo:2", env, command).wait(SECONDS)
+    assert done.returncode == 2, done
+
+
 def test_gradient_that_differs_between_ranks_is_refused(
     tmp_path: Path,
 ) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import has_own_order
-from hvdtrain.data.stream import has_state, length_of
+from hvdtrain.data.stream import has_state, keeps_position, length_of
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import Datasets, Task
 
@@ -37,16 +40,16 @@ def build_datasets(task: Task, config: Config) -> Datasets:
         if dataset is None:
             continue
         size = length_of(dataset)
-        if size is None and not (dataset is datasets.train and has_state(dataset)):
-            state = ", or state_dict and load_state_dict" if dataset is datasets.train else ""
+        _refuse_loaders(dataset, name)
+        if size is None and not (dataset is datasets.train and has_own_order(dataset)):
             raise UserError(
                 f"task {config.task}: the {name} data has no length: {type(dataset).__name__} "
-                f"needs __len__, the number of samples of an epoch{state}"
+                "needs __len__, the number of samples of an epoch"
             )
         if size == 0:
             raise UserError(f"task {config.task}: the {name} data has no samples")
     workers = config.loader.workers
-    if workers and has_own_order(datasets.train) and not has_state(datasets.train):
+    if workers and has_own_order(datasets.train) and not keeps_position(datasets.train):
         raise UserError(
             f"loader.workers {workers}: the training data is an IterableDataset "
             "without state_dict and load_state_dict, which each rank reads itself: use 0, or add "
@@ -59,3 +62,17 @@ def build_datasets(task: Task, config: Config) -> Datasets:
         )
         return datasets._replace(notes=(*datasets.notes, note))
     return datasets
+
+
+def _refuse_loaders(dataset: object, name: str) -> None:
+    """Raise UserError for a DataLoader; one of torchdata without batches is a stream of samples."""
+    if not isinstance(dataset, DataLoader):
+        return
+    divided = isinstance(getattr(dataset, "sampler", None), DistributedSampler)
+    if has_state(dataset) and dataset.batch_size is None and not divided:
+        return
+    raise UserError(
+        f"the {name} data is a {type(dataset).__name__}, whose batches would count as samples: "
+        "give its .dataset. batch.global_size and batch.micro_size set the batches, and hvdtrain "
+        "shuffles the samples and divides them among the ranks, without a DistributedSampler"
+    )

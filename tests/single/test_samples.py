@@ -25,7 +25,10 @@ from tests.support import runs, warm
 from tests.support.job import Finished
 
 SCRIPT = str(runs.REPOSITORY / "tests/support/scripts/other_samples.py")
-FLAGS = ["--batch.global_size", "8", "--batch.micro_size", "4", "--telemetry.port", "0"]
+FLAGS = [
+    *("--batch.global_size", "8", "--batch.micro_size", "4", "--telemetry.port", "0"),
+    *("--exchange.name", "exact", "--runtime.threads", "1"),
+]
 SECONDS = 90
 
 
@@ -67,6 +70,14 @@ def test_resumed_run_refuses_other_data_of_the_same_length(tmp_path: Path) -> No
         assert done.returncode == code, done
         assert ("is not what it was at the checkpoint of step 4" in done.stderr) == (code == 2)
     assert [line["step"] for line in runs.metrics(tmp_path / "a")] == list(range(1, 9))
+
+
+def test_shuffled_stream_of_hugging_face_has_one_curve_and_resumes(tmp_path: Path) -> None:
+    command = [warm.python(2), SCRIPT]
+    assert start(tmp_path / "one", "seeded", "", 15, command).returncode == 0
+    assert start(tmp_path / "two", "seeded", "gloo:2", 7, command).returncode == 0
+    assert start(tmp_path / "two", "seeded", "", 15, command).returncode == 0
+    assert runs.losses(tmp_path / "two/a") == runs.losses(tmp_path / "one/a")
 
 
 def test_loader_given_as_a_dataset_is_refused() -> None:

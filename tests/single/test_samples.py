@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from hvdtrain.audit.report import audit
 from hvdtrain.config import Config
 from hvdtrain.data.config import LoaderConfig
 from hvdtrain.data.sample_facts import SampleFacts
@@ -70,6 +71,9 @@ def test_resumed_run_refuses_other_data_of_the_same_length(tmp_path: Path) -> No
         assert done.returncode == code, done
         assert ("is not what it was at the checkpoint of step 4" in done.stderr) == (code == 2)
     assert [line["step"] for line in runs.metrics(tmp_path / "a")] == list(range(1, 9))
+    assert (
+        "of the samples' content, 8 at each start were compared" in audit(tmp_path / "a").to_text()
+    )
 
 
 def test_shuffled_stream_of_hugging_face_has_one_curve_and_resumes(tmp_path: Path) -> None:

@@ -333,11 +333,13 @@ class Training:
         raised: BaseException | None = None
         try:
             if isinstance(error, AgreedError):
+                self._close_steps()  # here, and not when the interpreter has ended other threads
                 self._code = session.end_by_agreement(error)
             elif error is not None and self._code is None:
                 raised = self._explained(error)
                 if continues or self._temporary is not None:
-                    self._close_files()
+                    self._close_steps()
+                    session.persistent.release()
                 if not continues:
                     self._clean_up()
                     session.report(error)
@@ -376,11 +378,10 @@ class Training:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def _close_files(self) -> None:
-        """Close the run's files after an error of this process, which has no other ranks."""
+    def _close_steps(self) -> None:
+        """Close the exporter and the run's files, after an error outside `Session.steps`."""
         if self._steps is not None:
             self._steps.close()
-        self._session.persistent.release()
 
     # --- the loop -----------------------------------------------------------
 

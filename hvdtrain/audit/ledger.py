@@ -54,6 +54,7 @@ class StartEvent:
         former_fingerprint: the fingerprint that older versions of hvdtrain wrote for the same data.
         rollbacks: returns to a checkpoint because of a loss spike, see engine/spikes.py.
         spike: the spike because of which this start returned to a checkpoint, if any.
+        samples_compared: of data without a fingerprint, how many samples the ranks compared.
     """
 
     time: float
@@ -85,6 +86,7 @@ class StartEvent:
     former_fingerprint: str | None = None
     rollbacks: list[list[int]] = field(default_factory=list)
     spike: dict[str, float | None] | None = None
+    samples_compared: int | None = None
 
     def __post_init__(self) -> None:
         _in_range("time", self.time, -_MOST_SECONDS, _MOST_SECONDS)

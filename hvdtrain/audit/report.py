@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.audit.goodput import PARTS, Goodput, measure
-from hvdtrain.audit.ledger import Ledger, read
+from hvdtrain.audit.ledger import Ledger, StartEvent, read
 from hvdtrain.audit.lineage import (
     LIMIT,
     Lineage,
@@ -227,7 +227,20 @@ def _samples(audit: Audit) -> list[str]:
         f"order, {plural(s.world_size, 'rank')}, generation {s.generation}"
         for s in audit.lineage.segments
     ]
-    return [*lines, *(_epochs(audit, *named) for named in audit.orders.items())]
+    lines += [_epochs(audit, *named) for named in audit.orders.items()]
+    return [*lines, *_not_seen(audit.ledger.generations[0].start)]
+
+
+def _not_seen(first: StartEvent) -> list[str]:
+    """What no file of the run shows: the content of data without a fingerprint."""
+    if first.own_order:
+        return ["of the samples' content, only the first 16 of a start were compared between ranks"]
+    if first.samples_compared is None:
+        return []
+    return [
+        f"of the samples' content, {first.samples_compared} at each start were compared: the data "
+        "has no fingerprint"
+    ]
 
 
 def _epochs(audit: Audit, source: str, order: OrderCheck) -> str:

@@ -25,6 +25,7 @@ from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.buckets import SampleBuckets
 from hvdtrain.data.config import AHEAD, BatchConfig, LoaderConfig
 from hvdtrain.data.order import Order, build_order, specification_of
+from hvdtrain.data.sample_facts import SampleFacts
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.device import seed_all
 
@@ -87,9 +88,14 @@ class StepLoader(ABC):
             UserError: a sample cannot be loaded.
         """
 
-    def end_step(self) -> None:
-        """Called after the passes of a step, before it counts; raises what `next_step` raises."""
-        return
+    def end_step(self) -> SampleFacts | None:
+        """Called after the passes of a step, before it counts; raises what `next_step` raises.
+
+        Returns:
+            What the ranks have to compare, because each of them has read the same samples of an
+            iterable dataset; None, on all ranks: nothing.
+        """
+        return None
 
     def advance(self) -> None:
         """Called when a step counts."""
@@ -293,7 +299,7 @@ def read_samples(dataset: Dataset[Any], indices: Sequence[int]) -> list[Any]:
     return samples
 
 
-def load(batches: MicroBatches, places: Iterable[Place], loading: Loading) -> Iterator[Batch]:
+def load(batches: Dataset[Any], places: Iterable[Any], loading: Loading) -> Iterator[Batch]:
     workers, ahead = loading.config.workers, AHEAD
     options = {"sampler": places, "collate_fn": _as_it_is}
     return start_loading(batches, loading, workers, ahead, **options)
@@ -343,10 +349,15 @@ def begin_worker(number: int) -> None:
 
 
 def has_own_order(dataset: object) -> TypeGuard[Iterable[Any]]:
-    """Whether the dataset is iterable, without access to samples by number; see stream.py."""
-    return isinstance(dataset, IterableDataset) or (
-        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-    )
+    """Whether the dataset is iterable, without access to samples by number; see stream.py.
+
+    Some libraries' IterableDatasets, such as those of mosaicml-streaming and litdata, have both a
+    length and access by number: they are read by number.
+    """
+    by_number = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
+    if isinstance(dataset, IterableDataset):
+        return by_number is Dataset.__getitem__ or not hasattr(dataset, "__len__")
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
 
 # --- devices ------------------------------------------------------------------

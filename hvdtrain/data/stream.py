@@ -4,14 +4,20 @@ A rank reads all samples and keeps the samples of its micro-batches, so the glob
 depend on the world size. The position after a step is the same on all ranks, and a function of the
 step alone. If the dataset has `state_dict()` and `load_state_dict()` (the protocol of torchdata's
 StatefulDataLoader), its state after the last step is part of the run's state, and a run that
-resumes reads on from there. Otherwise it reads the epoch again from its beginning.
+resumes reads on from there. Otherwise it reads the epoch again from its beginning, and passes over
+the samples before.
+
+At each start, and at the beginning of each pass of known length, the ranks compare the first
+samples: a dataset that divides or shuffles itself gives each rank other ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
-from itertools import count, islice
+from inspect import signature
+from itertools import count
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -30,6 +36,8 @@ from hvdtrain.data.loader import (
     has_own_order,
     start_loading,
 )
+from hvdtrain.data.sample_facts import SampleFacts, Values
+from hvdtrain.data.samples import values_of
 from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.device import seed_all
@@ -38,13 +46,53 @@ from hvdtrain.runtime.plain_values import decode, encode, json_of, with_json
 from hvdtrain.runtime.state_part import Scope
 
 Stream = Iterable[Any]  # see has_own_order
+_COMPARED = 16  # samples
 
 
 def has_state(dataset: object) -> bool:
     """Whether a dataset with its own order can save its position, and continue there."""
-    return has_own_order(dataset) and all(
-        callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
+    return (
+        has_own_order(dataset)
+        and _takes(dataset, "state_dict")
+        and _takes(dataset, "load_state_dict", {})
+        and not _shuffles_in_a_buffer(dataset)
     )
+
+
+def keeps_position(dataset: object) -> bool:
+    """Whether the position is part of the run's state: it does not follow from the length."""
+    return has_own_order(dataset) and (has_state(dataset) or length_of(dataset) is None)
+
+
+def _takes(dataset: object, name: str, *arguments: object) -> bool:
+    method = getattr(dataset, name, None)
+    if not callable(method):
+        return False
+    try:
+        signature(method).bind(*arguments)
+    except TypeError:  # such as litdata's, which need numbers that only its own loader has
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True
+
+
+def _shuffles_in_a_buffer(dataset: object) -> bool:
+    """Whether it is a stream of Hugging Face's datasets with a shuffle buffer.
+
+    Its state does not have the samples in the buffer, which would be lost.
+    """
+    found, seen = [dataset], set[int]()
+    while found:
+        one = found.pop()
+        seen.add(id(one))
+        if type(one).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        # Private names of datasets: tests with its streams notice if they change.
+        inner = [getattr(one, name, None) for name in ("dataset", "_ex_iterable", "ex_iterable")]
+        inner += [*(getattr(one, "ex_iterables", None) or ())]
+        found += [part for part in inner if part is not None and id(part) not in seen]
+    return False
 
 
 def length_of(dataset: object) -> int | None:
@@ -59,13 +107,13 @@ def length_of(dataset: object) -> int | None:
 
 
 class Position(NamedTuple):
-    """A position between two samples of a dataset with a state.
+    """A position between two samples of a dataset.
 
     Args:
         samples: read since the run's start.
         epoch: number of the pass over the data, from 0.
         read: samples read in this pass.
-        state: the dataset's state_dict(), as JSON; see runtime/plain_values.py.
+        state: the dataset's state_dict(), as JSON; see runtime/plain_values.py. None: it has none.
         tensors: the tensors in it.
     """
 
@@ -83,6 +131,8 @@ class Position(NamedTuple):
             UserError: the state holds something that cannot be saved.
         """
         tensors: dict[str, Tensor] = {}
+        if not has_state(dataset):
+            return cls(samples, epoch, read, None, tensors)
         name = f"the state_dict() of the dataset {type(dataset).__name__}"
         state = encode(dataset.state_dict(), name, tensors)
         return cls(samples, epoch, read, state, tensors)
@@ -91,8 +141,9 @@ class Position(NamedTuple):
     def first(cls, dataset: Any) -> Position:
         """The position of a dataset that was not read yet; raises what `of` raises."""
         found = cls.of(dataset)
-        # torchdata's Loader ignores a state that it is given between state_dict() and iter().
-        iter(dataset)
+        if found.state is not None:
+            # torchdata's Loader ignores a state that it gets between state_dict() and iter().
+            iter(dataset)
         return found
 
 
@@ -158,7 +209,7 @@ class StreamLoader(StepLoader):
         samples: start position, in samples since the run's first; a step begins there.
         batch: sizes of a step and of a micro-batch.
         seed: the run's seed.
-        state: the dataset's position, if it has a state: the loader begins there and updates it.
+        state: the dataset's position, see `keeps_position`: the loader begins there and updates it.
     """
 
     def __init__(
@@ -181,6 +232,7 @@ class StreamLoader(StepLoader):
         self._items: Iterator[_Item | UserError] = iter(())
         self._assigned: list[int] | None = None
         self._reached: Position | None = None  # after the step in progress
+        self._first: dict[str, Values] = {}  # samples to compare, read in the step in progress
 
     def next_step(self, step: int) -> Iterator[Batch]:
         counts = self.assignment.counts
@@ -188,6 +240,7 @@ class StreamLoader(StepLoader):
         if self._assigned is None or (self._loading.config.workers and self._assigned != counts):
             self._items = self._begin(step)
         self._assigned = list(counts)
+        self._first = {}
         return self._micro_batches(step)
 
     def _micro_batches(self, step: int) -> Iterator[Batch]:
@@ -198,9 +251,10 @@ class StreamLoader(StepLoader):
             if item.batch is not None:
                 yield item.batch
 
-    def end_step(self) -> None:
+    def end_step(self) -> SampleFacts | None:
         if self._state is not None and self._reached is None:
             self._take()  # this rank has no micro-batch
+        return SampleFacts(self._first) if self._first else None
 
     def go_back(self, samples: int) -> None:
         self._samples, self._assigned, self._reached = samples, None, None
@@ -224,6 +278,7 @@ class StreamLoader(StepLoader):
         if isinstance(item, UserError):
             raise item
         self._reached = item.reached
+        self._first |= item.first
         return item
 
     def _begin(self, step: int) -> Iterator[_Item | UserError]:
@@ -248,10 +303,12 @@ class _Item(NamedTuple):
     Args:
         batch: None: it belongs to another rank.
         reached: with a step's last item, the position after the step.
+        first: samples to compare, by their number in the run; with a state, of the whole step.
     """
 
     batch: Batch | None
-    reached: Position | None = None
+    reached: Position | None
+    first: dict[str, Values]
 
 
 class _Start(NamedTuple):
@@ -272,11 +329,12 @@ class _Start(NamedTuple):
 class _Reader(IterableDataset[Any]):
     """Endless micro-batches of a run, read in order, pass after pass over the dataset.
 
-    Without a state, there is an item for each micro-batch. With a state, there is one for each of
-    this rank's micro-batches, or one per step if it has none. An item may also be a UserError:
+    Without positions, there is an item for each micro-batch. With positions, there is one for each
+    of this rank's micro-batches, or one per step if it has none. An item may also be a UserError:
     raised in a worker, it would become a traceback.
 
     Args:
+        positions: see `keeps_position`.
         own: numbers of this rank's micro-batches in a step.
     """
 
@@ -286,7 +344,7 @@ class _Reader(IterableDataset[Any]):
         batch: BatchConfig,
         seed: int,
         collate: Callable[[list[Any]], Batch],
-        stateful: bool,
+        positions: bool,
         start: _Start,
         own: Container[int],
     ) -> None:
@@ -294,7 +352,7 @@ class _Reader(IterableDataset[Any]):
         self._batch = batch
         self._seed = seed
         self._collate = collate
-        self._stateful = stateful
+        self._positions = positions
         self._start = start
         self._own = own
         self._name = type(dataset).__name__
@@ -302,27 +360,29 @@ class _Reader(IterableDataset[Any]):
         self._samples = self._epoch = self._read = 0
         self._first: Position | None = None  # to load before the first pass
         self._pass: Iterator[Any] | None = None  # None: the next sample begins a pass
+        self._to_compare = 0  # number of the next samples that the ranks compare
+        self._compared: dict[str, Values] = {}
 
     def __iter__(self) -> Iterator[Any]:
         batch = self._batch
         try:
             self._begin()
+            self._to_compare, self._compared = _COMPARED, {}
             for step in count(self._start.step):
                 last: Batch | None = None
                 for j in range(batch.micro_batches):
                     self._seed_for(step, j)
                     samples = self._take(batch.micro_samples)
                     own = self._collate(samples) if j in self._own else None
-                    if not self._stateful:
-                        yield _Item(own)
+                    if not self._positions:
+                        yield _Item(own, None, self._take_compared())
                     elif own is not None:
                         if last is not None:
-                            yield _Item(last)
+                            yield _Item(last, None, {})
                         last = own
-                if self._stateful:
-                    yield _Item(
-                        last, Position.of(self._dataset, self._samples, self._epoch, self._read)
-                    )
+                if self._positions:
+                    reached = Position.of(self._dataset, self._samples, self._epoch, self._read)
+                    yield _Item(last, reached, self._take_compared())
         except UserError as error:
             yield error
 
@@ -335,6 +395,8 @@ class _Reader(IterableDataset[Any]):
                     f"the data is at sample {position.samples}, the run at {samples}"
                 )
             self._samples, self._epoch, self._read = position[:3]
+            if position.state is None:  # the pass is read again
+                self._samples, self._read = self._samples - self._read, 0
             self._begin_pass(position)
             self._read_until(samples)
             return
@@ -360,13 +422,15 @@ class _Reader(IterableDataset[Any]):
             self._take(min(self._batch.micro_samples - begun, samples - self._samples))
 
     def _seed_for(self, step: int, number: int) -> None:
-        seed_all(self._seed, step, number, *([LOADING_SEED] if self._stateful else []))
+        seed_all(self._seed, step, number, *([LOADING_SEED] if self._positions else []))
 
     def _begin_pass(self, position: Position | None) -> None:
         set_epoch = getattr(self._dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self._epoch)
-        if position is not None:
+        if self._size is not None:  # else the ranks may begin it in different steps
+            self._to_compare = _COMPARED
+        if position is not None and position.state is not None:
             self._dataset.load_state_dict(decode(position.state, position.tensors))
         seed_all(self._seed, self._epoch, 0, EPOCH_SEED)
         self._pass = iter(self._dataset)
@@ -376,14 +440,15 @@ class _Reader(IterableDataset[Any]):
         found: list[Any] = []
         while len(found) < count:
             wanted = count - len(found)
-            if self._size is not None and not self._stateful:
+            if self._size is not None and not self._positions:
                 wanted = min(wanted, self._size - self._read)  # the samples beyond are left out
             if self._pass is None:
                 self._begin_pass(self._first)
                 self._first = None
             assert self._pass is not None
-            taken = list(islice(self._pass, wanted))
+            taken = _next(self._pass, wanted)
             found += taken
+            self._note(taken)
             self._read += len(taken)
             self._samples += len(taken)
             if self._size is not None and self._read > self._size:
@@ -396,9 +461,18 @@ class _Reader(IterableDataset[Any]):
                     f"the dataset {self._name} has no samples in epoch {self._epoch}: after the "
                     "end of a pass, iter() must begin the next one"
                 )
-            if ended or (self._read == self._size and not self._stateful):
+            if ended or (self._read == self._size and not self._positions):
                 self._end_pass()
         return found
+
+    def _note(self, samples: Sequence[Any]) -> None:
+        for number, sample in enumerate(samples[: self._to_compare], self._samples):
+            self._compared[str(number)] = values_of(sample)
+        self._to_compare = max(0, self._to_compare - len(samples))
+
+    def _take_compared(self) -> dict[str, Values]:
+        compared, self._compared = self._compared, {}
+        return compared
 
     def _end_pass(self) -> None:
         self._epoch += 1
@@ -409,6 +483,19 @@ class _Reader(IterableDataset[Any]):
             f"the dataset {self._name} {what}, but its __len__() says {self._size}: it must be the "
             "number of samples of each iteration"
         )
+
+
+def _next(samples: Iterator[Any], most: int) -> list[Any]:
+    """The next samples, fewer at the end.
+
+    By next() alone, as `for` does: a dataset that is its own iterator begins again at each iter(),
+    which islice() and zip() call.
+    """
+    found: list[Any] = []
+    with suppress(StopIteration):
+        while len(found) < most:
+            found.append(next(samples))
+    return found
 
 
 # --- validation ---------------------------------------------------------------
@@ -435,7 +522,7 @@ def read_validation(
     for number, place in enumerate(places):
         seed_all(seed, 0, number, VALIDATION_SEED)
         rest = rest if number else iter(dataset)
-        batch = [sample for _, sample in zip(place, rest, strict=False)]
+        batch = _next(rest, len(place))
         if len(batch) < len(place):
             raise UnsupportedTaskError(
                 f"the dataset {type(dataset).__name__} ended after {place[0] + len(batch)} "

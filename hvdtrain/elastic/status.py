@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from hvdtrain.data.sample_facts import SampleFacts
+
 # Properties that all processes of a run must share, so that replicas stay bitwise identical.
 
 
@@ -19,6 +21,7 @@ class Identity:
         samples, fingerprint: of the training data.
         precision: in which the model is computed.
         rounding: how this device rounds an optimizer step, see `runtime.device.rounding`.
+        read: facts of training samples, as JSON, see data/samples.py; "": none.
     """
 
     device: str
@@ -27,6 +30,7 @@ class Identity:
     fingerprint: str | None
     precision: str = "float32"
     rounding: str = ""
+    read: str = ""
 
     def differs_from(self, other: Identity, host: str) -> str:
         """Why this process cannot join the run of `other`, a rank on `host`; "": it can."""
@@ -39,6 +43,12 @@ class Identity:
                 f"the training data here ({self.samples} samples, fingerprint "
                 f"{self.fingerprint}) is not the data of {host} ({other.samples} samples, "
                 f"fingerprint {other.fingerprint})"
+            )
+        if self.read != other.read and (place := _differing(self.read, other.read)):
+            return (
+                f"the training data here is not the data of {host}: {place} differs. Every rank "
+                "must build the same dataset: sort what comes from a set, give random_split a "
+                "generator with a seed, and let no sampler divide the samples among ranks"
             )
         if self.precision != other.precision:
             return (
@@ -59,6 +69,12 @@ class Identity:
                 "the environment of all ranks"
             )
         return ""
+
+
+def _differing(own: str, other: str) -> str:
+    if not own or not other:
+        return ""
+    return SampleFacts.from_json(own).differs_from(SampleFacts.from_json(other))
 
 
 def other_configuration(host: str) -> str:

@@ -52,6 +52,7 @@ from hvdtrain.data.loader import (
     Batch,
     StepLoader,
 )
+from hvdtrain.data.samples import require_same_samples
 from hvdtrain.engine.accumulate import RankPasses
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.replay import StepDiscarded
@@ -731,7 +732,9 @@ class Loop:
 
     def exchange(self) -> None:
         """Exchange the gradients, after all passes of this rank."""
-        self._loader.end_step()
+        facts = self._loader.end_step()
+        if facts is not None and self.topology.world_size > 1:
+            require_same_samples(facts, self.topology)
         self._stepper.exchange()
 
     def fail_step(self) -> None:

@@ -20,6 +20,7 @@ from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
 from hvdtrain.checkpoint.spread import open_part, to_current_names
 from hvdtrain.data.files import former_of
 from hvdtrain.data.order import SHUFFLED
+from hvdtrain.data.sample_facts import SampleFacts
 from hvdtrain.data.stream import StreamState
 from hvdtrain.engine.extra_state import ExtraState
 from hvdtrain.engine.integrity import ShardHash, TensorHash, whole_digest
@@ -59,6 +60,7 @@ class RunState:
         further: parts other than model and optimizer, such as the state of an exchange.
         spanned: the shards of a model that spans ranks and of its optimizer, instead of whole
             parts.
+        samples: facts of the training data, if known; a checkpoint of other data is refused.
 
     Attributes:
         sharded: the optimizer's state, if ranks hold shards of it.
@@ -72,6 +74,7 @@ class RunState:
     identity: dict[str, Any]
     further: Sequence[StatePart] = ()
     spanned: Sequence[ShardedPart] = ()
+    samples: SampleFacts | None = None
     sharded: ShardedOptimizerState | None = field(init=False, default=None)
     parts: tuple[StatePart, ...] = field(init=False)
     applied: AppliedSteps = field(init=False)
@@ -144,6 +147,7 @@ class RunState:
                 "format": FORMAT,
                 **self.progress.state_dict(),
                 "identity": self.identity,
+                **({} if self.samples is None else {"sample_facts": self.samples.to_json()}),
             },
             SharedDirectory(directory, others) if directory else None,
             positions=positions,
@@ -158,7 +162,7 @@ class RunState:
         state = dict(checkpoint.state)
         if state.pop("format", None) not in _READABLE:
             raise UserError("the checkpoint was written by another version of hvdtrain")
-        theirs = state.pop("identity", None)
+        theirs, facts = state.pop("identity", None), state.pop("sample_facts", None)
         try:
             if not is_of(theirs, dict[str, Any]):
                 raise ValueError("it lacks the values that determine the run's curve")
@@ -179,6 +183,7 @@ class RunState:
                     f"{name} was {before} at the checkpoint of step {state['step']} and "
                     f"is {own} now: the curve could not be continued; use another run.id"
                 )
+        self._check_samples(facts, progress.step)
         parts = {part.name: part for part in self.of_scope("replicated")}
         saved = self._replicated(checkpoint)
         if StreamState.name in parts and StreamState.name not in saved:
@@ -204,6 +209,20 @@ class RunState:
         for name, part in parts.items():
             part.load([saved[name]])
         self._advance_to(progress)
+
+    def _check_samples(self, saved: object, step: int) -> None:
+        if self.samples is None or not isinstance(saved, str):
+            return
+        try:
+            place = self.samples.differs_from(SampleFacts.from_json(saved), fixed_only=True)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"this is not a checkpoint of hvdtrain ({error})") from None
+        if place:
+            raise UserError(
+                f"{place} of the training data is not what it was at the checkpoint of step "
+                f"{step}: the curve could not be continued. Give the run the same data (with "
+                "random_split, a generator with a seed), or use another run.id"
+            )
 
     def _advance_to(self, progress: Progress) -> None:
         """Copy the progress that the tensors now have; the loop holds the `progress` object."""

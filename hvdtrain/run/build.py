@@ -167,7 +167,9 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
     identity = {
         **build_identity(config, datasets, prepared.resolved), PRECISION: precision.name
     }  # fmt: skip
-    state = RunState(model, optimizer, prepared.progress, identity, parts, spanned)
+    state = RunState(
+        model, optimizer, prepared.progress, identity, parts, spanned, prepared.samples
+    )
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
     exporter = on_all_ranks("telemetry", lambda: prepared.export(config, exchange, compiled))
     return RunComponents(

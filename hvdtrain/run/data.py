@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import has_own_order
-from hvdtrain.data.stream import has_state, length_of
+from hvdtrain.data.stream import has_state, keeps_position, length_of
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import Datasets, Task
 
@@ -38,28 +41,18 @@ def build_datasets(task: Task, config: Config) -> Datasets:
     for name, dataset in (("training", datasets.train), ("validation", datasets.validation)):
         if dataset is None:
             continue
-        if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
-            names = [str(name) for name in dataset]
-            raise UserError(
-                f"task {config.task}: the {name} data is a {type(dataset).__name__} of datasets "
-                f"({', '.join(names)}): use one of them, such as dataset[{names[0]!r}]"
-            )
+        _refuse_other_objects(dataset, name)
+        _refuse_loaders(dataset, name)
         size = length_of(dataset)
-        if size is None and isinstance(dataset, Iterator) and not has_state(dataset):
-            raise UserError(
-                f"task {config.task}: the {name} data is a {type(dataset).__name__}, which can be "
-                "read only once: use a list of samples, or a dataset with __len__ and __getitem__"
-            )
-        if size is None and not (dataset is datasets.train and has_state(dataset)):
-            state = ", or state_dict and load_state_dict" if dataset is datasets.train else ""
+        if size is None and not (dataset is datasets.train and has_own_order(dataset)):
             raise UserError(
                 f"task {config.task}: the {name} data has no length: {type(dataset).__name__} "
-                f"needs __len__, the number of samples of an epoch{state}"
+                "needs __len__, the number of samples of an epoch"
             )
         if size == 0:
             raise UserError(f"task {config.task}: the {name} data has no samples")
     workers = config.loader.workers
-    if workers and has_own_order(datasets.train) and not has_state(datasets.train):
+    if workers and has_own_order(datasets.train) and not keeps_position(datasets.train):
         raise UserError(
             f"loader.workers {workers}: the training data is an IterableDataset "
             "without state_dict and load_state_dict, which each rank reads itself: use 0, or add "
@@ -72,3 +65,33 @@ def build_datasets(task: Task, config: Config) -> Datasets:
         )
         return datasets._replace(notes=(*datasets.notes, note))
     return datasets
+
+
+def _refuse_other_objects(dataset: object, name: str) -> None:
+    """Raise UserError for a dictionary of datasets, a generator, or another iterator of Python."""
+    kind = type(dataset)
+    if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
+        keys = [str(key) for key in dataset]
+        raise UserError(
+            f"the {name} data is a {kind.__name__} of datasets ({', '.join(keys)}): give one of "
+            f"them, such as dataset[{keys[0]!r}]"
+        )
+    if isinstance(dataset, Iterator) and kind.__module__ in ("builtins", "itertools"):
+        raise UserError(
+            f"the {name} data is a {kind.__name__}, which can be read only once: give a list of "
+            "samples, or a dataset with __len__ and __getitem__"
+        )
+
+
+def _refuse_loaders(dataset: object, name: str) -> None:
+    """Raise UserError for a DataLoader; one of torchdata without batches is a stream of samples."""
+    if not isinstance(dataset, DataLoader):
+        return
+    divided = isinstance(getattr(dataset, "sampler", None), DistributedSampler)
+    if has_state(dataset) and dataset.batch_size is None and not divided:
+        return
+    raise UserError(
+        f"the {name} data is a {type(dataset).__name__}, whose batches would count as samples: "
+        "give its .dataset. batch.global_size and batch.micro_size set the batches, and hvdtrain "
+        "shuffles the samples and divides them among the ranks, without a DistributedSampler"
+    )

@@ -81,6 +81,7 @@ def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]
     config, state, datasets = components.config, components.state, components.datasets
     order = components.prepared.resolved.order
     buckets, former = components.buckets.train, former_of(datasets.fingerprint)
+    samples = components.prepared.samples
     return {
         "step": state.progress.step,
         "samples": state.progress.samples,
@@ -100,6 +101,7 @@ def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]
         "depends_on_ranks": config.depends_on_ranks,
         "sync_every": config.exchange.sync_every,
         "fingerprint": datasets.fingerprint,
+        **({"samples_compared": len(samples.fixed)} if samples is not None else {}),
         **({"former_fingerprint": former} if former else {}),
         "total_steps": config.train.steps,
         "log_every": config.train.log_every,

@@ -9,12 +9,16 @@ import torch
 
 from hvdtrain import comm
 from hvdtrain.config import Config, Settings
-from hvdtrain.data.stream import Position, StreamState, has_state
+from hvdtrain.data.loader import has_own_order
+from hvdtrain.data.sample_facts import SampleFacts
+from hvdtrain.data.samples import facts_of, open_files
+from hvdtrain.data.stream import Position, StreamState, keeps_position
 from hvdtrain.elastic.status import Identity
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.memory import CompileClock
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import Exchange
+from hvdtrain.log import logger
 from hvdtrain.optim.precision import Precision, build_precision
 from hvdtrain.run.data import build_data
 from hvdtrain.run.exporting import Exported, build_exporter
@@ -60,6 +64,7 @@ class Prepared:
     Args:
         resolved: the configuration, with the values derived from ranks and data.
         stream: position of the training data, if it is iterable and can save it.
+        samples: facts of the training data, if it is map-style and has no fingerprint.
         progress: the only record of the run's progress.
     """
 
@@ -72,6 +77,7 @@ class Prepared:
     timer: PhaseTimer
     memory: PeakMemory
     stream: StreamState | None
+    samples: SampleFacts | None
     progress: Progress = field(default_factory=Progress)
     exporter: Exporter | None = field(init=False, default=None)
     _exported: Exported | None = field(init=False, default=None)
@@ -93,7 +99,8 @@ class Prepared:
         size, fingerprint = self.resolved.epoch_samples, self.datasets.fingerprint
         rounded = rounding(self.device, *_kernels(self.task, self.config))
         name = self.precision.name
-        return Identity(self.device.type, digest, size, fingerprint, name, rounded)
+        samples = self.samples.to_json() if self.samples is not None else ""
+        return Identity(self.device.type, digest, size, fingerprint, name, rounded, samples)
 
     def export(
         self, config: Config, exchange: Exchange, compiled: CompileClock | None
@@ -170,7 +177,25 @@ def prepare(
     task, datasets, resolved = on_all_ranks("data", read_data)
     memory = PeakMemory(device, timer)
     stream = on_all_ranks("data_position", lambda: _build_stream(settings.config, datasets))
-    return Prepared(resolved, start, task, datasets, device, precision, timer, memory, stream)
+    samples = on_all_ranks("samples", lambda: _read_samples(settings.config, datasets))
+    if samples is not None and samples.unseeded and topology.rank == 0:
+        logger.warning(
+            "%s of the training samples differs each time it is read: the dataset draws random "
+            "numbers of its own, so the curve cannot be reproduced. In __getitem__, use the "
+            "global generators of torch, NumPy or Python, which are seeded for each micro-batch",
+            ", ".join(place or "the value" for place in samples.unseeded),
+        )
+    workers = settings.config.loader.workers
+    if workers and topology.rank == 0 and (files := open_files(datasets.train)):
+        logger.warning(
+            "%s is an open file: the data workers (loader.workers %d) share it and its position, "
+            "so one may read what another has sought. Open it at the first access in __getitem__",
+            ", ".join(files),
+            workers,
+        )
+    return Prepared(
+        resolved, start, task, datasets, device, precision, timer, memory, stream, samples
+    )
 
 
 def _build_precision(config: Config, device: torch.device) -> Precision:
@@ -190,9 +215,15 @@ def _build_precision(config: Config, device: torch.device) -> Precision:
     return precision
 
 
+def _read_samples(config: Config, datasets: Datasets) -> SampleFacts | None:
+    if datasets.fingerprint is not None or has_own_order(datasets.train):
+        return None
+    return facts_of(datasets.train, config.seed, config.loader)
+
+
 def _build_stream(config: Config, datasets: Datasets) -> StreamState | None:
-    """Return the position of the training data at its start, if it has a state."""
-    if not has_state(datasets.train):
+    """Return the position of the training data at its start, if it is part of the run's state."""
+    if not keeps_position(datasets.train):
         return None
     # With workers, this process never reads it: it always is as it was built.
     return StreamState(None if config.loader.workers else Position.first(datasets.train))

@@ -212,7 +212,7 @@ class ChatTemplate:
 
     @cached_property
     def _after_answer(self) -> str | None:
-        """Text after an answer that is the last message; None: the template requires other chats."""
+        """Text after an answer that ends a chat; None: the template requires other chats."""
         try:
             return self._text(None, _EXAMPLE.messages, None).rpartition(_ANSWER)[2]
         except UserError:

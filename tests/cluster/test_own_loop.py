@@ -86,11 +86,10 @@ def train_with_faults(
     """
     root = cluster.shared / f"{Path(command[1]).stem}-{start.__name__}"
     jobs = start(cluster, [cluster.forked, *command, "--run.root", str(root), "--run.id", "a"])
-    metrics = root / "a" / "metrics.jsonl"
 
     def trained(step: int) -> bool:
-        whole = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
-        return len(whole) >= step and json.loads(whole[-1])["world_size"] == 3
+        lines = runs.metrics(root / "a")
+        return len(lines) >= step and lines[-1]["world_size"] == 3
 
     for host, step, number in faults:
         poll(lambda: trained(step), SECONDS, f"{step} steps: {jobs[0].output()}")  # noqa: B023

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from hvdtrain.config import Config
 from hvdtrain.data.assignment import Assignment, by_speed, even
@@ -241,16 +241,16 @@ def test_dataset_without_length_is_rejected() -> None:
 
     class Task:
         def datasets(self) -> Datasets:
-            return Datasets(Endless())
+            return Datasets(TensorDataset(torch.zeros(3)), Endless())
 
-    with pytest.raises(UserError, match="the training data has no length: Endless needs __len__"):
+    with pytest.raises(UserError, match="the validation data has no length: Endless needs __len_"):
         build_datasets(Task(), Config())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"train": [1], "test": [2]}, r"is a dict of datasets \(train, test\): use one of them"),
+        ({"train": [1], "test": [2]}, r"is a dict of datasets \(train, test\): give one of them"),
         ((number for number in range(9)), "is a generator, which can be read only once"),
         (zip("ab", "cd", strict=True), "is a zip, which can be read only once"),
         ({0: "a", 1: "b"}, None),  # samples by number

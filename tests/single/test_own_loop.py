@@ -447,6 +447,14 @@ def test_unusable_dataset_is_refused_in_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("is a generator, which can be read only once") == 1, done
 
 
+def test_refused_loop_ends_although_its_exporter_serves(tmp_path: Path) -> None:
+    argv = [*FLAGS, "--telemetry.port", "9857", "--run.root", str(tmp_path)]
+    command = [warm.python(2, PRELOAD), str(SCRIPTS / BUFFERS)]
+    env = {"HVDTRAIN_TEST_MODEL": "initialized"}
+    done = runs.start(tmp_path / "output", argv, "gloo:2", env, command).wait(SECONDS)
+    assert done.returncode == 2, done
+
+
 def test_gradient_that_differs_between_ranks_is_refused(
     tmp_path: Path,
 ) -> None:
@@ -469,7 +477,7 @@ def test_what_a_script_computes_differently_on_each_rank_is_named(
     command = [warm.python(2, PRELOAD), str(SCRIPTS / "different_state.py")]
     env = {"HVDTRAIN_TEST_WHAT": what}
     done = runs.start(tmp_path / "output", argv, "gloo:2", env, command).wait(SECONDS)
-    assert done.returncode == 1, done
+    assert done.returncode == 2, done
     assert f"step 2: {named} differs between 2 groups of ranks" in done.stderr, done
     assert "the script computes it differently on each rank" in done.stderr, done
 

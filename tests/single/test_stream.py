@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets as huggingface
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from hvdtrain import cli
 from hvdtrain.config import Config
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig, LoaderConfig
-from hvdtrain.data.loader import Loading
+from hvdtrain.data.loader import Loading, has_own_order
 from hvdtrain.data.stream import Position, StreamLoader, StreamState, has_state
 from hvdtrain.data.validation import validation_batches, validation_places
 from hvdtrain.errors import UnsupportedTaskError, UserError
@@ -43,7 +44,7 @@ def _state(dataset: Any, workers: int) -> StreamState:
 
 def _loader(
     dataset: Any,
-    state: StreamState,
+    state: StreamState | None,
     first: int = 0,
     rank: int = 0,
     ranks: int = 1,
@@ -206,11 +207,105 @@ def test_mistakes_of_a_stream_are_one_line(kind: type[Numbers], message: str, wo
         _steps(_loader(dataset, _state(dataset, workers), workers=workers), 0, 4)
 
 
-def test_streams_without_length_or_state_are_refused() -> None:
-    class Nothing(IterableDataset[int]):
+class _Again(IterableDataset[Tensor]):
+    """Its own iterator, which each iter() begins again, as in most tutorials."""
+
+    def __iter__(self) -> _Again:
+        self.at = -1
+        return self
+
+    def __next__(self) -> Tensor:
+        self.at += 1
+        if self.at == 13:
+            raise StopIteration
+        return torch.tensor([float(self.at)])
+
+
+class _Measured(_Again):
+    def __len__(self) -> int:
+        return 13
+
+
+def test_dataset_that_is_its_own_iterator_is_read_to_its_end() -> None:
+    numbers = [float(number) for _ in range(4) for number in range(13)][:48]
+    for dataset in (_Again(), _Measured()):
+        loader = _loader(dataset, None if isinstance(dataset, _Measured) else _state(dataset, 0))
+        seen = [row[0] for rows in _steps(loader, 0, 6).values() for row in rows]
+        assert seen == numbers
+    places = validation_places(13, 4)
+    read = [b for _, b in validation_batches(_Measured(), places, Group(0, 1), SEED)]
+    assert torch.cat(read).flatten().tolist() == numbers[:13]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stream_without_state_and_length_resumes_by_reading_again(workers: int) -> None:
+    whole = _steps(_loader(_Again(), _state(_Again(), 0)), 0, 6)
+    for first in (1, 3, 4):
+        state = _state(_Again(), workers)
+        begun = _steps(_loader(_Again(), state, workers=workers), 0, first)
+        resumed = _state(_Again(), workers)
+        resumed.load([state.tensors()])
+        rest = _steps(_loader(_Again(), resumed, first, workers=workers), first, 6)
+        assert begun | rest == whole
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_streams_of_hugging_face_resume_exactly(workers: int) -> None:
+    def build(kind: str) -> Any:
+        rows = huggingface.Dataset.from_dict({"x": [float(number) for number in range(24)]})
+        stream = rows.to_iterable_dataset(num_shards=3)
+        if "shuffled" in kind:
+            stream = stream.shuffle(seed=3, buffer_size=6)
+        if "mapped" in kind:
+            stream = stream.map(lambda row: {"x": row["x"] + 0.5}).take(20)
+        if "mixed" in kind:
+            stream = huggingface.interleave_datasets([stream, build("plain")])
+        return stream
+
+    for kind in ("plain", "mapped", "mixed", "shuffled", "shuffled mapped", "shuffled mixed"):
+        assert has_state(build(kind)) == ("shuffled" not in kind)
+
+        def steps(state: StreamState, first: int, last: int, kind: str = kind) -> list[float]:
+            loader = _loader(build(kind), state, first, workers=workers)
+            found = []
+            for step in range(first, last):
+                found += [x for batch in loader.next_step(step) for x in batch["x"].tolist()]
+                loader.end_step()
+                loader.advance()
+            loader.close()
+            return found
+
+        whole = steps(_state(build(kind), workers), 0, 6)
+        state = _state(build(kind), workers)
+        begun = steps(state, 0, 2)
+        resumed = _state(build(kind), workers)
+        resumed.load([state.tensors()])
+        assert begun + steps(resumed, 2, 6) == whole
+        size = 20 if "mapped" in kind else 24
+        assert "mixed" in kind or len({*whole[:size]}) == size
+
+
+def test_iterable_datasets_with_access_by_number_are_read_by_number() -> None:
+    class Both(IterableDataset[int]):  # as those of mosaicml-streaming and litdata
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, number: int) -> int:
+            return number
+
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
 
+        def state_dict(self, samples: int, from_beginning: bool) -> dict[str, int]:
+            return {"samples": samples}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    assert not has_own_order(Both()) and has_own_order(Numbers()) and has_own_order(KnownLength())
+
+
+def test_validation_streams_without_length_are_refused() -> None:
     class Task:
         def __init__(self, train: Any, validation: Any = None) -> None:
             self._datasets = Datasets(train, validation)
@@ -218,9 +313,6 @@ def test_streams_without_length_or_state_are_refused() -> None:
         def datasets(self) -> Datasets:
             return self._datasets
 
-    message = "Nothing needs __len__, the number of samples of an epoch, or state_dict and load"
-    with pytest.raises(UserError, match=message):
-        build_datasets(Task(Nothing()), Config())  # type: ignore[arg-type]
     with pytest.raises(UserError, match="the validation data has no length: Numbers needs"):
         build_datasets(Task(Numbers(), Numbers()), Config())  # type: ignore[arg-type]
     found = build_datasets(Task(Numbers()), Config(loader=LoaderConfig(2)))  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,9 +27,7 @@ class DisturbedRun:
         raise NotImplementedError
 
     def lines(self) -> list[dict[str, float]]:
-        path = self.run / "metrics.jsonl"
-        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
-        return [json.loads(line) for line in whole.splitlines()]
+        return runs.metrics(self.run)
 
     def wait_for_world(self, size: int, since: float = 0.0) -> None:
         """Wait for a step of `size` ranks that ended after `since`, a unix time."""

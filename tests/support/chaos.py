@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -24,6 +23,7 @@ from tests.support.cluster import Cluster, Process
 from tests.support.faults import PACED, is_launcher
 from tests.support.helped import HELPER
 from tests.support.job import Job, poll
+from tests.support.runs import metrics
 from tests.support.small_disk import SmallDisk
 
 # The launcher's host has no ranks: a fault that hits this host alone must not end any.
@@ -160,10 +160,8 @@ class ChaosJob:
         poll(lambda: not wish.exists(), 90, "the helper process")
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl so far, without an incomplete line."""
-        path = self.run / "metrics.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.split("\n")[:-1]]
+        """Return the lines of metrics.jsonl so far."""
+        return metrics(self.run)
 
     def starts(self) -> list[dict[str, Any]]:
         """Return the start events in events.jsonl so far."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from hvdtrain.launch.commands import mpirun
 from hvdtrain.run_files.events_file import read_lines
 from tests.support.cluster import REPOSITORY, Cluster, Process
 from tests.support.job import Finished, Job
+from tests.support.runs import metrics
 
 # Linear regression with slow micro-batches: 0.1 s/step on 4 ranks.
 PACED = (
@@ -62,21 +62,16 @@ class TrainingJob:
         self.job: Job = cluster.start("node1", [*launcher, python or cluster.python, *train], env)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl so far, without an incomplete line."""
-        return [json.loads(line) for line in self._text().split("\n")[:-1]]
+        """Return the lines of metrics.jsonl so far."""
+        return metrics(self.run)
 
     def last(self) -> dict[str, Any]:
         """Return the last line; {} if there is none."""
-        whole = self._text().rpartition("\n")[0]
-        return json.loads(whole.rpartition("\n")[2]) if whole else {}
+        return (self.lines() or [{}])[-1]
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the events of one kind."""
         return [line for line in read_lines(self.run / "events.jsonl") if line["event"] == name]
-
-    def _text(self) -> str:
-        path = self.run / "metrics.jsonl"
-        return path.read_text() if path.exists() else ""
 
     def wait_until(self, condition: Callable[[], bool], seconds: float, name: str) -> None:
         """Wait until the condition holds; the job must not end before."""

@@ -108,8 +108,13 @@ def train(
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    """Return the lines of a run's metrics.jsonl so far; none if there is no file.
+
+    A run that trains may be writing the last line: it is left out until its end is there.
+    """
+    path = directory / "metrics.jsonl"
+    whole = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in whole]
 
 
 def losses(directory: Path) -> list[float]:

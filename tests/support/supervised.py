@@ -84,14 +84,11 @@ class Supervised:
         return self.job
 
     def lines(self) -> list[dict[str, Any]]:
-        return local.metrics(self.run) if (self.run / "metrics.jsonl").exists() else []
+        return local.metrics(self.run)
 
     def last(self) -> dict[str, Any]:
         """Return the last line; step 0 if there is none."""
-        path = self.run / "metrics.jsonl"
-        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
-        none = {"step": 0, "time": 0.0, "world_size": 0}
-        return json.loads(whole.rpartition("\n")[2]) if whole else none
+        return (self.lines() or [{"step": 0, "time": 0.0, "world_size": 0}])[-1]
 
     def starts(self) -> list[dict[str, Any]]:
         return list(json.loads((self.run / "manifest.json").read_text())["starts"])

@@ -17,7 +17,7 @@ from hvdtrain.engine.integrity import DIGEST_BYTES, ShardHash, TensorHash
 from hvdtrain.engine.loop import Callback, Loop, StepRecord
 from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.engine.state import ModelState, RunState, state_hash
-from hvdtrain.errors import EXIT_CRASH
+from hvdtrain.errors import EXIT_CRASH, EXIT_USER
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError, gather_bytes, gather_json
 from hvdtrain.runtime.mesh import Grid, Topology
@@ -93,7 +93,8 @@ class ReplicaCheck(Callback):
         if majority is None:
             what = self._what_differs()
             message = _no_majority(what, digests, loop.topology, step, self._identical)
-            raise AgreedError(message, EXIT_CRASH, 0)
+            # What the script computes would differ again after a new start.
+            raise AgreedError(message, EXIT_CRASH if what == _WEIGHTS else EXIT_USER, 0)
         damaged = [r for r in range(loop.topology.world_size) if r not in majority]
         if damaged:
             what = self._what_differs()

@@ -1,0 +1,195 @@
+"""Data that differ between ranks or starts: found by their samples, whatever the dataset says."""
+
+from __future__ import annotations
+
+import io
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from hvdtrain.audit.report import audit
+from hvdtrain.config import Config
+from hvdtrain.data.config import LoaderConfig
+from hvdtrain.data.sample_facts import SampleFacts
+from hvdtrain.data.samples import facts_of, open_files, values_of
+from hvdtrain.errors import UserError
+from hvdtrain.run.data import build_datasets
+from hvdtrain.tasks import Datasets
+from tests.support import runs, warm
+from tests.support.job import Finished
+
+SCRIPT = str(runs.REPOSITORY / "tests/support/scripts/other_samples.py")
+FLAGS = [
+    *("--batch.global_size", "8", "--batch.micro_size", "4", "--telemetry.port", "0"),
+    *("--exchange.name", "exact", "--runtime.threads", "1"),
+]
+SECONDS = 90
+
+
+def start(root: Path, data: str, launcher: str, steps: int, command: list[str]) -> Finished:
+    argv = [*FLAGS, "--train.duration", str(steps), "--run.root", str(root), "--run.id", "a"]
+    env = {"HVDTRAIN_TEST_DATA": data, "HVDTRAIN_TEST_SHARDS": str(root / "shards.tar")}
+    return runs.start(root / "output", argv, launcher, env, command).wait(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("data", "place"),
+    [
+        ("split without a seed", "sample 0"),
+        ("divided stream", "sample 0 ['x']"),
+        ("shuffle without a seed", "['x'] of the run"),
+        ("shards", "[0] of the run"),
+        ("sampler", "of the run"),
+    ],
+)
+def test_ranks_that_read_different_samples_are_refused(
+    tmp_path: Path, data: str, place: str
+) -> None:
+    done = start(tmp_path, data, "gloo:2", 4, [warm.python(2), SCRIPT])
+    assert done.returncode == 2, done
+    assert done.stderr.count("hvdtrain: error: ") == 1 and place in done.stderr, done
+
+
+def test_labels_numbered_in_the_order_of_a_set_are_refused(tmp_path: Path) -> None:
+    command = [runs.sys.executable, SCRIPT]  # forked ranks have one order of hashes
+    done = start(tmp_path, "labels of a set", "gloo:2", 4, command)
+    assert done.returncode == 2, done
+    assert "the training data here is not the data of" in done.stderr, done
+
+
+def test_resumed_run_refuses_other_data_of_the_same_length(tmp_path: Path) -> None:
+    command = [warm.python(1), SCRIPT]
+    for data, steps, code in (("rows", 4, 0), ("others", 4, 2), ("others", 8, 2), ("rows", 8, 0)):
+        done = start(tmp_path, data, "", steps, command)
+        assert done.returncode == code, done
+        assert ("is not what it was at the checkpoint of step 4" in done.stderr) == (code == 2)
+    assert [line["step"] for line in runs.metrics(tmp_path / "a")] == list(range(1, 9))
+    assert (
+        "of the samples' content, 8 at each start were compared" in audit(tmp_path / "a").to_text()
+    )
+
+
+def test_shuffled_stream_of_hugging_face_has_one_curve_and_resumes(tmp_path: Path) -> None:
+    command = [warm.python(2), SCRIPT]
+    assert start(tmp_path / "one", "seeded", "", 15, command).returncode == 0
+    assert start(tmp_path / "two", "seeded", "gloo:2", 7, command).returncode == 0
+    assert start(tmp_path / "two", "seeded", "", 15, command).returncode == 0
+    assert runs.losses(tmp_path / "two/a") == runs.losses(tmp_path / "one/a")
+
+
+def test_loader_given_as_a_dataset_is_refused() -> None:
+    class Task:
+        def datasets(self) -> Datasets:
+            return Datasets(DataLoader(TensorDataset(torch.ones(96)), batch_size=8))  # type: ignore
+
+    with pytest.raises(UserError, match="is a DataLoader, whose batches would count as samples"):
+        build_datasets(Task(), Config())  # type: ignore[arg-type]
+
+
+# --- facts ---------------------------------------------------------------------
+
+
+class Augmented(Dataset[Any]):
+    """Rows with random numbers of each generator that is seeded."""
+
+    def __init__(self, offset: float = 0.0) -> None:
+        self.offset = offset
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, number: int) -> Any:
+        drawn = [torch.rand(()).item(), np.random.rand(), random.random()]
+        return {"x": torch.full((80,), number + self.offset), "drawn": drawn, "label": number % 3}
+
+
+class Own(Augmented):
+    """In addition a random number without a seed."""
+
+    def __getitem__(self, number: int) -> Any:
+        return super().__getitem__(number), random.SystemRandom().random()
+
+
+class Opened(Augmented):
+    """Opens its file at the first access."""
+
+    file: Any = None
+
+    def __getitem__(self, number: int) -> Any:
+        self.file = self.file or Path(__file__).open()  # noqa: SIM115
+        return super().__getitem__(number)
+
+
+def facts(dataset: Dataset[Any], seed: int = 1, workers: int = 0) -> SampleFacts:
+    return SampleFacts.from_json(facts_of(dataset, seed, LoaderConfig(workers)).to_json())
+
+
+def test_facts_of_equal_data_are_equal_and_of_other_data_not() -> None:
+    before = torch.rand(1), torch.get_rng_state()
+    one = facts(Augmented())
+    assert torch.equal(before[1], torch.get_rng_state())
+    assert one.fixed.keys() == {"0", "49", "25", "12", "37", "6", "18", "31"}
+    assert one.differs_from(facts(Augmented())) == ""
+    assert one.differs_from(facts(Augmented(1e-7))) == "", "rounding"
+    assert one.differs_from(facts(Augmented(0.1))) == "sample 0 ['x']"
+    assert one.differs_from(facts(Augmented(), seed=2)) == "sample 0 ['drawn'][0]"
+    assert one.differs_from(facts(Augmented(), seed=2), fixed_only=True) == ""
+
+
+def test_random_numbers_without_a_seed_are_named_and_not_compared() -> None:
+    one, other = facts(Own()), facts(Own())
+    assert one.unseeded == ["[1]"] and one.differs_from(other) == ""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_files_that_workers_open_are_not_opened_before(workers: int) -> None:
+    dataset = Opened()
+    assert facts(dataset, workers=workers).differs_from(facts(Opened())) == ""
+    assert (dataset.file is None) == bool(workers)
+
+
+def test_values_of_samples_differ_with_content_dtype_and_order() -> None:
+    image = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
+    samples = [
+        0, 1, True, None, "a", "b", b"a", 0.5, 2e-5, 1e-5, [1, 2], [2, 1], {"a": 1}, image,
+        image.rotate(90), torch.arange(100), torch.arange(100).flip(0), torch.arange(100).float(),
+        torch.zeros(100), torch.zeros(10, 10), float("nan"), np.float32(0.25),
+        torch.tensor([1 + 1j]), torch.eye(20).to_sparse(),
+    ]  # fmt: skip
+    found = [SampleFacts({"0": values_of(sample)}) for sample in samples]
+    assert all(facts.fixed["0"] for facts in found)
+    for one, own in enumerate(found):
+        for other, theirs in enumerate(found):
+            place = own.differs_from(theirs)
+            shared = own.fixed["0"].keys() & theirs.fixed["0"].keys()
+            assert not shared or bool(place) == (one != other), (samples[one], samples[other])
+
+
+def test_open_files_of_a_dataset_are_found(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "rows.zip", "w") as archive:
+        archive.writestr("0", b"0")
+    rows = Augmented()
+    assert open_files(rows) == []
+    rows.memory, rows.itself = io.BytesIO(), rows  # type: ignore[attr-defined]
+    assert open_files(rows) == []
+    with zipfile.ZipFile(tmp_path / "rows.zip") as archive:
+        rows.archive = archive  # type: ignore[attr-defined]
+        assert open_files(rows) == ["dataset.archive.fp"]
+    assert open_files(rows) == []
+
+
+def test_sample_that_cannot_be_read_is_left_out() -> None:
+    class Broken(Augmented):
+        def __getitem__(self, number: int) -> Any:
+            if number == 49:
+                raise OSError("no such file")
+            return super().__getitem__(number)
+
+    assert "49" not in facts(Broken()).fixed and "0" in facts(Broken()).fixed

@@ -28,10 +28,8 @@ from hvdtrain.untrusted import parse_json
 BYTES_VOCABULARY = 256
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's notation
 _LONGEST_LINE = 1 << 24
-# Names of the end-of-document token, if the tokenizer's configuration names no eos_token. The first
-# two come before it, because eos_token of a model for chats may only end a turn.
+# Common names of the end-of-document token.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
-_BEFORE_EOS = 2
 # data.source -> format of its files; with other sources, each file holds one document.
 RECORDS: dict[str, Format] = {"jsonl": JSON_LINES, "parquet": PARQUET}
 
@@ -81,7 +79,8 @@ class Tokenizer:
         if self._tokenizer is None:
             return 0
         assert self._path is not None
-        names = (*_ENDS[:_BEFORE_EOS], *_eos_token(Path(self._path)), *_ENDS[_BEFORE_EOS:])
+        # Two names come first, because the eos_token of a model for chats may only end a turn.
+        names = (*_ENDS[:2], *_eos_token(Path(self._path)), *_ENDS[2:])
         found = (self._tokenizer.token_to_id(name) for name in names)
         return next((number for number in found if number is not None), None)
 

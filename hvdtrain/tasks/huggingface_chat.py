@@ -28,6 +28,7 @@ _EXAMPLE = Chat(
 _LAST = 3  # tokens at the end of a turn: white space may follow the end token
 # Characters of a text in a message, before and after the first that differs.
 _SHOWN_BEFORE, _SHOWN = 16, 32
+_HEADER = 256  # characters, at most, of the text that begins a message
 _Span = tuple[int, int]  # first and last + 1 character
 # The function for the current time, and what its format may contain.
 _NOW, _CODES = "strftime_now", (*"aAbBcdeHIjmMpSUwWxXyYzZ", "-d", "-m")
@@ -179,8 +180,11 @@ class ChatTemplate:
         return None
 
     def _from_last_token(self, text: str) -> str:
-        """The end of a text, from its last special token on; empty if it has none."""
-        return next((text[found.start() :] for found in [*self._special.finditer(text)][-1:]), "")
+        """The end of a text, from its last special token on; empty if that is far from the end."""
+        begin = max(len(text) - _HEADER, 0)
+        return next(
+            (text[found.start() :] for found in [*self._special.finditer(text, begin)][-1:]), ""
+        )
 
     def _closed(self, chat: Chat, text: str, spans: list[_Span]) -> tuple[str, list[_Span]]:
         """Text and spans; a turn then ends with the special token that begins the next one."""

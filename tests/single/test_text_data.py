@@ -237,7 +237,7 @@ def _train_tokenizer(kind: str, text: str) -> Any:
     ],
 )
 def test_documents_end_with_the_end_token_of_the_model(
-    tmp_path: Path, tokens: list[str], eos: Any, end: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: list[str], eos: Any, end: str | None
 ) -> None:
     from tokenizers import Tokenizer as Library
     from tokenizers.models import WordLevel
@@ -249,7 +249,10 @@ def test_documents_end_with_the_end_token_of_the_model(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n' * 40)
     config = DataConfig(source="jsonl", train=str(tmp_path / "a.jsonl"), tokenizer=str(path))
+    warnings: list[tuple[str, ...]] = []
+    monkeypatch.setattr("hvdtrain.data.packed.logger.warning", lambda *said: warnings.append(said))
     found = read_packed(config, Tokenizer(str(path)))
+    assert len(warnings) == (end is None) and all("separates" in said[0] for said in warnings)
     document = [*library.encode("ab").ids, *([library.token_to_id(end)] if end else [])]
     assert found.train[0][:9].tolist() == (document * 9)[:9]
 

@@ -37,7 +37,7 @@ class Audit:
 
     @property
     def clean(self) -> bool | None:
-        """Whether nothing is wrong; None: the run has applied no step that could be."""
+        """Whether nothing is wrong; None: no step is recorded."""
         if any(not finding.warning for finding in self.lineage.findings):
             return False
         return True if self.lineage.segments else None
@@ -140,7 +140,7 @@ def _summary(audit: Audit) -> list[str]:
     if wrong:
         lines = [f"{name}: NOT clean, {plural(len(wrong), 'finding')}"]
     elif audit.clean is None:
-        lines = [f"{name}: no step was applied; {plural(restarts, 'restart')}"]
+        lines = [f"{name}: no step is recorded; {plural(restarts, 'restart')}"]
     else:
         lines = [
             f"{name}: clean. Steps {begin + 1} to {last} were each applied exactly once; "

@@ -98,7 +98,7 @@ def test_fault_free_history_is_clean(play: Callable[[Path], History]) -> None:
         assert sum(found.goodput.parts.values()) == pytest.approx(found.goodput.wall, abs=1e-3)
         assert all(seconds >= 0 for seconds in found.goodput.parts.values())
         json.loads(found.to_json())
-        said = "clean. Steps 1 to " if applied else "no step was applied"
+        said = "clean. Steps 1 to " if applied else "no step is recorded"
         assert said in found.to_text()
 
 
@@ -529,7 +529,7 @@ def test_run_without_steps_gets_no_verdict(
     history.launch(2)
     history.crash()
     assert cli.main(["audit", str(history.directory)]) == 2
-    assert "run: no step was applied; 0 restarts" in (said := capsys.readouterr().out)
+    assert "run: no step is recorded; 0 restarts" in (said := capsys.readouterr().out)
     assert "clean" not in said
     assert json.loads(audit(history.directory).to_json())["clean"] is None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +19,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from hvdtrain.data.content import described
 from hvdtrain.data.order import Indices, permute
 from hvdtrain.data.records import TarShards
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.device import sent
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+# Formats of Pillow's mode "I", which stands for 32 bits, that have at most 16 bits.
+_NEVER_32_BITS = ("PNG", "PPM")
+_TIFF_BITS = 258  # the tag BitsPerSample
 _DIGIT_MARGIN = 2
 _MEMBERS = tuple(suffix[1:] for suffix in SUFFIXES)  # of a sample in a tar shard
 SPLIT_SEED = 0  # the split depends on the data only, not on the run's seed
@@ -154,6 +159,12 @@ def class_names(key: str, directory: Path) -> list[str]:
     """
     try:
         names = sorted(e.name for e in os.scandir(directory) if e.is_dir() and e.name[0] != ".")
+    except NotADirectoryError:
+        content = described(directory)
+        raise UserError(
+            f"{key}: {directory} is neither a directory nor a tar shard (*.tar)"
+            + (f", but {content}" if content else "")
+        ) from None
     except OSError as error:
         raise UserError(f"{key}: {directory}: {error.strerror}") from None
     if not names:
@@ -165,7 +176,9 @@ def class_names(key: str, directory: Path) -> list[str]:
 
 
 def image_files(key: str, directory: Path) -> list[Path]:
-    """All images below a class directory, sorted.
+    """All images below a class directory, sorted; hidden files and directories are skipped.
+
+    Programs leave hidden copies of images there, such as .ipynb_checkpoints/ and ._0001.png.
 
     Raises:
         UserError: there are none, or a directory cannot be read.
@@ -174,12 +187,14 @@ def image_files(key: str, directory: Path) -> list[Path]:
     def stop(error: OSError) -> None:
         raise UserError(f"{key}: {error.filename}: {error.strerror}")
 
-    found = [
-        Path(root) / name
-        for root, _, names in os.walk(directory, onerror=stop, followlinks=True)
-        for name in names
-        if name.lower().endswith(SUFFIXES)
-    ]
+    found: list[Path] = []
+    for root, below, names in os.walk(directory, onerror=stop, followlinks=True):
+        below[:] = [name for name in below if name[0] != "."]
+        found += [
+            Path(root) / name
+            for name in names
+            if name[0] != "." and name.lower().endswith(SUFFIXES)
+        ]
     if not found:
         raise UserError(
             f"{key}: class directory {directory} has no image (*{', *'.join(SUFFIXES)})"
@@ -234,25 +249,50 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
 
 def decode(file: Path | BytesIO, side: int, name: str) -> Tensor:
-    """Decode an image to uint8 (3, side, side): scaled, and cropped to the middle.
+    """Decode an image to uint8 (3, side, side): upright, scaled, and cropped to the middle.
 
     Args:
         name: name of the image, for messages.
 
     Raises:
-        UserError: it cannot be decoded.
+        UserError: it cannot be decoded, or the range of its pixels is unknown.
     """
     from PIL import Image, ImageOps
 
     try:
         with Image.open(file) as image:
-            fitted = ImageOps.fit(image.convert("RGB"), (side, side), Image.Resampling.BILINEAR)
+            # Images with broken EXIF data, which causes many exceptions, can be decoded.
+            with suppress(Exception):
+                ImageOps.exif_transpose(image, in_place=True)
+            fitted = ImageOps.fit(_as_rgb(image), (side, side), Image.Resampling.BILINEAR)
     except MemoryError:
         raise
     except Exception as error:  # each decoder of Pillow has its own exceptions
         reason = f"{error}".partition(str(file))[0].strip(" '\"") or type(error).__name__
         raise UserError(f"image {name} cannot be read ({reason}): repair or remove it") from None
     return torch.from_numpy(np.asarray(fitted).copy()).permute(2, 0, 1).contiguous()
+
+
+def _as_rgb(image: Any) -> Any:
+    """An image with 8 bits per channel; gray of up to 16 bits is scaled, which Pillow would clip.
+
+    Raises:
+        ValueError: its pixels have 32 bits, so that their range is unknown.
+    """
+    from PIL import Image
+
+    mode = image.mode
+    if mode in ("I", "F") and image.format not in _NEVER_32_BITS:
+        kind = "floating-point numbers" if mode == "F" else "signed or 32-bit integers"
+        raise ValueError(f"its pixels are {kind} of unknown range; convert it to 8 or 16 bits")
+    if mode != "I" and not mode.startswith("I;16"):
+        return image.convert("RGB")
+    bits = getattr(image, "tag_v2", {}).get(_TIFF_BITS, (16,))[0]
+    largest = (1 << bits) - 1
+    values = np.asarray(image).astype(np.uint32)
+    return Image.fromarray(((values * 255 + largest // 2) // largest).astype(np.uint8)).convert(
+        "RGB"
+    )
 
 
 # --- tar shards in WebDataset's format: 0001.jpg (or .png, ...) and 0001.cls ---

@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.data.config import DataConfig
 from hvdtrain.data.files import expand
 from hvdtrain.data.order import Indices, permute
-from hvdtrain.data.records import JSON_LINES, JsonLines
+from hvdtrain.data.records import JSON_LINES, JsonLines, unicode_problem
 from hvdtrain.data.text import json_lines
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.huggingface_config import HuggingFaceConfig
@@ -65,9 +65,12 @@ class Lines:
         return len(self.chosen)
 
     def __getitem__(self, index: int) -> Line:
-        """Raise UserError if the line is not a JSON object."""
+        """Raise UserError if the line is not a JSON object, or has text that is not Unicode."""
         number = int(self.chosen[index])
-        return Line(self.objects[number], self.objects, number)
+        line = Line(self.objects[number], self.objects, number)
+        if problem := unicode_problem(line.content):
+            raise UserError(f"{line.where}: {problem}")
+        return line
 
     def split(self, fraction: float) -> tuple[Lines, Lines]:
         """(train, validation): at least one line, in random order, goes to validation."""

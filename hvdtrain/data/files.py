@@ -135,16 +135,21 @@ def _choose(
             raise UserError(f"{key}: {others[0]} is not a {known}{hint}")
         hint = f"; {others[0].name} is {content}" if content else ""
         raise UserError(f"{key}: {pattern} has no {known}, only {_names(others)}{hint}")
-    there = {str(path) for path in chosen}
-    for path in others:
-        plain, suffix = os.path.splitext(str(path))
-        if suffix in _COMPRESSED and os.path.splitext(plain)[1] in suffixes and plain not in there:
+    decompressed = {path: str(path).removesuffix(path.suffix) for path in others}
+    compressed = [
+        path
+        for path in others
+        if path.suffix in _COMPRESSED and decompressed[path].endswith(suffixes)
+    ]
+    names = {str(path) for path in chosen}
+    for path in compressed:
+        if decompressed[path] not in names:
             content = described(path)
             raise UserError(
                 f"{key}: {path} would be skipped{content and f': it is {content}'}, or name the "
                 f"other files, such as with '*{suffixes[0]}'"
             )
-    others = [path for path in others if path.name not in _ABOUT_DATA]
+    others = [path for path in others if path not in compressed and path.name not in _ABOUT_DATA]
     if 100 * sum(sizes[path] for path in others) > sum(sizes[path] for path in chosen):
         _warn(f"{key}: {pattern}: skipped, because it is not a {known}: {_names(others)}")
     return chosen

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from hvdtrain.data.config import DataConfig
+from hvdtrain.data.content import described
 from hvdtrain.data.files import expand
 from hvdtrain.data.order import Indices, permute
 from hvdtrain.data.records import JSON_LINES, JsonLines, unicode_problem
@@ -318,10 +319,8 @@ def holds_lines(key: str, patterns: Sequence[str], source: str) -> bool:
     lines = [path for path in files if path.suffix in JSON_LINES.suffixes]
     others = [path for path in files if path.suffix not in JSON_LINES.suffixes]
     if lines and others:
-        raise UserError(
-            f"{key}: {lines[0]} is a {JSON_LINES.name}, and {others[0]} is not: name files of one "
-            "kind"
-        )
+        what = described(others[0]) or "not: name files of one kind"
+        raise UserError(f"{key}: {lines[0]} is a {JSON_LINES.name}, and {others[0]} is {what}")
     if all(path.suffix == ".json" for path in others) and others:
         raise UserError(
             f"{key}: {others[0]} is a JSON file, and as text its raw content would be trained on: "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hvdtrain.data import remote
-from hvdtrain.data.content import described
+from hvdtrain.data.file_kinds import described
 from hvdtrain.data.remote import DataFile, RemoteFile
 from hvdtrain.errors import UserError
 from hvdtrain.files import FileLock

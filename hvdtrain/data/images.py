@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from hvdtrain.data.content import described
+from hvdtrain.data.file_kinds import described
 from hvdtrain.data.order import Indices, permute
 from hvdtrain.data.records import TarShards
 from hvdtrain.errors import UserError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from hvdtrain.data.content import PARQUET_FILE, described
+from hvdtrain.data.file_kinds import PARQUET_FILE, described
 from hvdtrain.data.files import Fingerprint
 from hvdtrain.data.index import Format
 from hvdtrain.data.order import Indices

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from torch.utils.data import Dataset
 
-from hvdtrain.data.content import TAR_ARCHIVE, described
+from hvdtrain.data.file_kinds import TAR_ARCHIVE, described
 from hvdtrain.data.files import Fingerprint, find_files, of_files
 from hvdtrain.data.index import Format, open_indexes
 from hvdtrain.data.order import Indices
@@ -217,9 +217,9 @@ def unicode_problem(value: Any) -> str:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start]).strip("'")
-        return f"{half} is half of a character, which UTF-8 cannot store: repair or remove it"
+        return f"has half of a character, {half}, which UTF-8 cannot store: repair or remove it"
     except RecursionError:
-        return "it is nested too deeply"
+        return "is nested too deeply"
     return ""
 
 

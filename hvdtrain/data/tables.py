@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.content import PARQUET_FILE, check_text, described
+from hvdtrain.data.file_kinds import PARQUET_FILE, check_text, described
 from hvdtrain.data.order import Indices
 from hvdtrain.data.records import line_number
 from hvdtrain.errors import UserError

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.content import check_text
+from hvdtrain.data.file_kinds import check_text
 from hvdtrain.data.files import find_files, standard_library
 from hvdtrain.data.index import Format
 from hvdtrain.data.parquet import PARQUET, read_group, records_of, row_groups
@@ -179,7 +179,7 @@ def documents(path: DataFile, source: str, text_key: str) -> Iterator[bytes]:
                 content = text.encode()
             except ValueError as error:
                 reason = unicode_problem(text) if isinstance(error, UnicodeError) else error
-                raise UserError(f"{path}: {where}: {reason}") from None
+                raise UserError(f"{path}: {where} {reason}") from None
             yield content
 
 
@@ -192,19 +192,21 @@ def _text_of(record: dict[str, Any], key: str) -> str:
     value: Any = record
     for name in (key,) if key in record else key.split("."):
         if not isinstance(value, dict) or name not in value:
-            raise ValueError(f"no {key!r}, only {', '.join(record)}: set data.text_key")
+            raise ValueError(f"has no {key!r}, only {', '.join(record)}: set data.text_key")
         value = value[name]
         if value is None:
-            raise ValueError(f"{key!r} is null: remove records without text")
+            raise ValueError(f"has null for {key!r}: remove records without text")
     if isinstance(value, dict):
         raise ValueError(
-            f"{key!r} is an object with {', '.join(value)}: set data.text_key, such as to "
+            f"has an object for {key!r}, with {', '.join(value)}: set data.text_key, such as to "
             f"{key}.{next(iter(value), 'KEY')}"
         )
     if isinstance(value, bytes):
-        raise ValueError(f"{key!r} is binary, not text: convert the column to strings")
+        raise ValueError(f"has binary data for {key!r}: convert the column to strings")
     if not isinstance(value, str):
-        raise ValueError(f"{key!r} is a {type(value).__name__}, not text: set data.text_key")
+        raise ValueError(
+            f"has a {type(value).__name__} instead of text for {key!r}: set data.text_key"
+        )
     return value
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hvdtrain.data.content import HEAD_BYTES, TEXT, format_of, is_text, refusal
+from hvdtrain.data.file_kinds import HEAD_BYTES, TEXT, is_text, kind_of, refusal
 from hvdtrain.data.files import FileFacts, Fingerprint, find_files, names_below_root
 from hvdtrain.data.remote import ByteRanges, DataFile, RemoteFile, beginning, read_url
 from hvdtrain.errors import UserError
@@ -249,7 +249,7 @@ def read_token_files(key: str, patterns: Sequence[str]) -> tuple[list[AnyTokens]
 def _check_start(key: str, path: DataFile, vocab_size: int) -> None:
     """Check that the start of a file consists of tokens; raise UserError if it does not."""
     head, dtype = beginning(path, HEAD_BYTES), DTYPES[path.suffix]
-    content = format_of(head) or (TEXT if is_text(head) else None)
+    content = kind_of(head) or (TEXT if is_text(head) else None)
     if content is not None:
         raise refusal(key, path, content)
     tokens = np.frombuffer(head[: len(head) - len(head) % dtype.itemsize], dtype)

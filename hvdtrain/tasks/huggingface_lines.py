@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from hvdtrain.data.config import DataConfig
-from hvdtrain.data.content import described
+from hvdtrain.data.file_kinds import described
 from hvdtrain.data.files import expand
 from hvdtrain.data.order import Indices, permute
 from hvdtrain.data.records import JSON_LINES, JsonLines, unicode_problem
@@ -70,7 +70,7 @@ class Lines:
         number = int(self.chosen[index])
         line = Line(self.objects[number], self.objects, number)
         if problem := unicode_problem(line.content):
-            raise UserError(f"{line.where}: {problem}")
+            raise UserError(f"{line.where} {problem}")
         return line
 
     def split(self, fraction: float) -> tuple[Lines, Lines]:

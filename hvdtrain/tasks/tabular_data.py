@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hvdtrain.checkpoint.weights import read_weights
-from hvdtrain.data.content import described
+from hvdtrain.data.file_kinds import described
 from hvdtrain.data.files import expand
 from hvdtrain.data.order import permute
 from hvdtrain.data.table_encoding import Column, Columns, Rows, Wanted, classes, read_rows, scan

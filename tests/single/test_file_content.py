@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save
 
 from hvdtrain.data.config import DataConfig
-from hvdtrain.data.content import check_text
+from hvdtrain.data.file_kinds import check_text
 from hvdtrain.data.files import expand, find_files
 from hvdtrain.data.packed import read_packed, read_text, text_files
 from hvdtrain.data.parquet import ParquetRows
@@ -329,13 +329,13 @@ def test_first_tokens_beyond_the_vocabulary_are_refused_at_the_start(tmp_path: P
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (r'{"text": "cut \ud83d"}', r"line 2: \\ud83d is half of a character"),
+        (r'{"text": "cut \ud83d"}', r"line 2 has half of a character, \\ud83d"),
         ("[" * 99999, r"line 2 is not a JSON object \(it is nested too deeply"),
         ('{"text": ' + "[" * 9999 + "]" * 9999 + "}", "line 2 .*nested too deeply"),
-        ('{"text": null}', "line 2: 'text' is null: remove"),
-        ('{"body": "a", "id": 1}', "line 2: no 'text', only body, id: set data.text_key"),
-        ('{"text": {"body": "a"}}', "line 2: 'text' is an object with body: .* text.body"),
-        ('{"text": ["a"]}', "line 2: 'text' is a list, not text"),
+        ('{"text": null}', "line 2 has null for 'text': remove"),
+        ('{"body": "a", "id": 1}', "line 2 has no 'text', only body, id: set data.text_key"),
+        ('{"text": {"body": "a"}}', "line 2 has an object for 'text', with body: .* text.body"),
+        ('{"text": ["a"]}', "line 2 has a list instead of text for 'text'"),
     ],
 )
 def test_unusable_json_line_is_named_with_file_and_number(
@@ -386,10 +386,10 @@ def _not_utf_8() -> pa.Array:
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (["a"] * 70 + [None], "row 71: 'text' is null: remove records without text"),
-        ([b"a"] * 70, "row 1: 'text' is binary, not text: convert the column to strings"),
-        ([{"body": "a"}], "row 1: 'text' is an object with body: set .* such as to text.body"),
-        ([["a"]], "row 1: 'text' is a list, not text"),
+        (["a"] * 70 + [None], "row 71 has null for 'text': remove records without text"),
+        ([b"a"] * 70, "row 1 has binary data for 'text': convert the column to strings"),
+        ([{"body": "a"}], "row 1 has an object for 'text', with body: set .* such as to text.body"),
+        ([["a"]], "row 1 has a list instead of text for 'text'"),
         (_not_utf_8(), "has text that is not UTF-8"),
     ],
 )

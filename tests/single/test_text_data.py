@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.data.config import DataConfig
-from hvdtrain.data.content import HEAD_BYTES
+from hvdtrain.data.file_kinds import HEAD_BYTES
 from hvdtrain.data.files import expand, hidden_copy, split_files, standard_library
 from hvdtrain.data.packed import read_text, text_files
 from hvdtrain.data.text import Tokenizer, read

@@ -33,7 +33,7 @@ class FileKind(NamedTuple):
     advice: str
 
 
-_TO_TOKENS = "`numpy.load({python}).astype('<u2').tofile('train.u16')` writes a token file"
+_TO_TOKENS = ".astype('<u2').tofile('train.u16')` writes a token file"
 _TO_RECORDS = "convert it to JSON lines or Parquet"
 TAR_ARCHIVE = FileKind("a tar archive", "unpack it with `tar -xf {shell}`")
 PARQUET_FILE = FileKind(
@@ -51,9 +51,11 @@ _MAGIC = {
     rb"BZh[1-9]1AY&SY": FileKind("compressed with bzip2", "decompress it with `bunzip2 {shell}`"),
     rb"\xfd7zXZ\x00": FileKind("compressed with xz", "decompress it with `unxz {shell}`"),
     rb"\x04\x22\x4d\x18": FileKind(
-        "compressed with LZ4", "decompress it with `lz4 -d --rm {shell}`"
+        "compressed with LZ4", "decompress it with `lz4 -dm --rm {shell}`"
     ),
-    rb"PK\x03\x04.{26}[^\x00]{1,255}?\.npy": FileKind("an archive of NumPy arrays", _TO_TOKENS),
+    rb"PK\x03\x04.{26}[^\x00]{1,255}?\.npy": FileKind(
+        "an archive of NumPy arrays", "`numpy.load({python})['NAME']" + _TO_TOKENS
+    ),
     rb"PK\x03\x04.{26}[^\x00]{1,255}?/data\.pkl": FileKind("a file of torch.save", _TO_RECORDS),
     rb"PK\x03\x04": FileKind("a zip archive", "unpack it with `unzip {shell}`"),
     rb".{257}ustar": TAR_ARCHIVE,
@@ -63,7 +65,7 @@ _MAGIC = {
         "convert it to Parquet, a directory of `save_to_disk` with "
         "`datasets.load_from_disk(DIRECTORY).to_parquet('train.parquet')`",
     ),
-    rb"\x93NUMPY": FileKind("a NumPy array", _TO_TOKENS),
+    rb"\x93NUMPY": FileKind("a NumPy array", "`numpy.load({python})" + _TO_TOKENS),
     rb"\x89HDF\r\n\x1a\n": FileKind("an HDF5 file", _TO_RECORDS),
     rb".{4}\x00{4}\{\s*\"": FileKind("a SafeTensors file", _TO_RECORDS),
     rb"\x80(?:[\x04\x05]\x95|[\x02\x03][(\]}cX])": FileKind("a pickle", _TO_RECORDS),
@@ -83,7 +85,7 @@ _MAGIC = {
 }
 _KINDS = [(re.compile(magic, re.DOTALL), kind) for magic, kind in _MAGIC.items()]
 TEXT = FileKind("text", "tokenize it with `hvdtrain data tokenize --input {shell} --out DIRECTORY`")
-_UTF_16 = FileKind("UTF-16 text", "convert it with `iconv -f UTF-16 -t UTF-8 {shell}`")
+_UTF_16 = FileKind("UTF-16 text", "convert it with `iconv -f UTF-16 -t UTF-8 {shell} > utf-8.txt`")
 _BINARY = FileKind(
     "not text, because it has NUL bytes",
     "name the text alone, such as with '**/*.txt'; token files are read with data.source tokens",

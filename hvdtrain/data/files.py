@@ -21,6 +21,7 @@ from hvdtrain.data.remote import DataFile, RemoteFile
 from hvdtrain.errors import UserError
 from hvdtrain.files import FileLock
 from hvdtrain.log import logger
+from hvdtrain.runtime.environment import launched_rank
 
 # Parts of the standard library that are not installed everywhere, or are mostly tables.
 _NOT_SOURCE = {
@@ -162,8 +163,9 @@ def _names(files: Sequence[DataFile]) -> str:
 
 @cache
 def _warn(message: str) -> None:
-    """Warn once: a start looks for the files of a key several times."""
-    logger.warning("%s", message)
+    """Warn once, on rank 0: every rank looks for files, for some keys several times."""
+    if launched_rank() == 0:
+        logger.warning("%s", message)
 
 
 def standard_library() -> list[Path]:

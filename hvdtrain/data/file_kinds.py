@@ -68,7 +68,7 @@ _MAGIC = {
     rb"\x93NUMPY": FileKind("a NumPy array", "`numpy.load({python})" + _TO_TOKENS),
     rb"\x89HDF\r\n\x1a\n": FileKind("an HDF5 file", _TO_RECORDS),
     rb".{4}\x00{4}\{\s*\"": FileKind("a SafeTensors file", _TO_RECORDS),
-    rb"\x80(?:[\x04\x05]\x95|[\x02\x03][(\]}cX])": FileKind("a pickle", _TO_RECORDS),
+    rb"\x80[\x04\x05]\x95.{4}\x00{4}": FileKind("a pickle", _TO_RECORDS),
     rb"%PDF-": FileKind("a PDF file", "extract its text with `pdftotext {shell}`"),
     rb"\x88\xd8\x34\x01\x01\x00{3}": FileKind(
         "a token file of llm.c, which has a header",

@@ -231,7 +231,7 @@ def beginning(file: DataFile, size: int) -> bytes:
         UserError: it cannot be read.
     """
     if isinstance(file, RemoteFile):
-        return _fetch(file, 0, size)
+        return _request(file, 0, min(size, file.size))[:size]  # some servers send all of it
     try:
         with open(file, "rb") as opened:
             return opened.read(size)
@@ -335,16 +335,21 @@ def _close(cache: Any) -> None:
 
 def _fetch(file: RemoteFile, start: int, stop: int) -> bytes:
     stop = min(stop, file.size)
-    system, path = _file_system(file.url)
-    try:
-        content = attempt(file.url, lambda: bytes(system.cat_file(path, start=start, end=stop)))
-    except FileNotFoundError:
-        raise UserError(f"{file}: the file has disappeared") from None
+    content = _request(file, start, stop)
     if len(content) > stop - start:
         raise UserError(f"{file}: its server does not support requests for parts of a file")
     if len(content) < stop - start:
         raise _shorter(file, stop, start + len(content))
     return content
+
+
+def _request(file: RemoteFile, start: int, stop: int) -> bytes:
+    """Bytes start to stop - 1; the whole file if its server does not support such requests."""
+    system, path = _file_system(file.url)
+    try:
+        return attempt(file.url, lambda: bytes(system.cat_file(path, start=start, end=stop)))
+    except FileNotFoundError:
+        raise UserError(f"{file}: the file has disappeared") from None
 
 
 def _shorter(file: DataFile, wanted: int, size: int) -> UserError:

@@ -25,9 +25,8 @@ TokenArray = NDArray[Any]  # 1-D, any unsigned integer type
 
 # The suffix of a token file determines its dtype.
 _META = "tokens.json"
-# Heuristic for tokens that are wider than their suffix says: number of tokens to judge by, and more
-# than the upper 16 bits of any token.
-_FEWEST, _SMALL = 64, 4
+# Tokens that show whether they are wider than their suffix says.
+_FEWEST = 64
 DTYPES: dict[str, np.dtype[Any]] = {".u16": np.dtype("<u2"), ".u32": np.dtype("<u4")}
 
 
@@ -253,12 +252,12 @@ def _check_start(key: str, path: DataFile, vocab_size: int) -> None:
     if content is not None:
         raise refusal(key, path, content)
     tokens = np.frombuffer(head[: len(head) - len(head) % dtype.itemsize], dtype)
-    # The upper halves of wider numbers are small.
-    if len(tokens) >= _FEWEST and tokens[1::2].max() < _SMALL <= tokens[::2].max():
-        bits = 8 * dtype.itemsize
+    bits = 8 * dtype.itemsize
+    upper = (vocab_size - 1) >> bits  # the largest upper half of a token of twice as many bits
+    if len(tokens) >= _FEWEST and tokens[1::2].max() <= upper < tokens[::2].max():
         raise UserError(
-            f"{key}: {path}: every second number of {bits} bits is less than {_SMALL}, so the "
-            f"tokens seem to have {2 * bits} bits: "
+            f"{key}: {path}: every second number of {bits} bits is at most {upper}, so the tokens "
+            f"have {2 * bits} bits: "
             + ("name the file *.u32" if bits == 16 else "store them with 32 bits")
         )
     if len(tokens) and tokens.max() >= vocab_size:

@@ -34,6 +34,7 @@ from hvdtrain.data.tokenize import Source, tokenize
 from hvdtrain.data.tokens import TokenMeta, read_token_files
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.mpi import Alone
+from tests.support.ranged_http import serving
 
 LINES = b"".join(b'{"text": "document %d"}\n' % number for number in range(200))
 TOKENS = np.random.default_rng(0).integers(0, 1000, 5000)
@@ -146,6 +147,18 @@ def test_text_in_any_language_and_encoding_is_accepted(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_bytes(text)
     assert len(expand("k", [str(tmp_path)])) == len(texts)
     check_text("k", expand("k", [str(tmp_path)]))
+
+
+def test_text_of_a_server_without_byte_ranges_is_read() -> None:
+    with serving() as server:
+        server.ranges = False
+        server.files["/a.txt"] = server.files["/b.txt"] = b"text " * 9000
+        urls = [server.url("/a.txt"), server.url("/b.txt")]
+        train, _ = read_text(DataConfig(train=urls), Tokenizer(None))
+        assert train.tobytes() == server.files["/a.txt"]
+        server.files["/b.txt"] = gzip.compress(LINES)
+        with pytest.raises(UserError, match=r"b\.txt is compressed with gzip: .*`gunzip b\.txt`"):
+            read_text(DataConfig(train=urls), Tokenizer(None))
 
 
 def test_quoted_command_of_a_message_names_the_file(tmp_path: Path) -> None:
@@ -279,9 +292,9 @@ def _tokens(directory: Path, dtype: str, suffix: str, vocab_size: int, tail: int
 @pytest.mark.parametrize(
     ("written", "suffix", "message"),
     [
-        ("<u4", ".u16", "seem to have 32 bits: name the file [*].u32"),
-        ("<i8", ".u16", "seem to have 32 bits"),
-        ("<i8", ".u32", "seem to have 64 bits"),
+        ("<u4", ".u16", "so the tokens have 32 bits: name the file [*].u32"),
+        ("<i8", ".u16", "have 32 bits"),
+        ("<i8", ".u32", "have 64 bits"),
         ("<u2", ".u32", r"token \d+ is outside the vocabulary of 1000 tokens in tokens.json"),
         ("u1", ".u16", r"token \d+ is outside the vocabulary of 1000 tokens in tokens.json"),
     ],
@@ -292,6 +305,17 @@ def test_tokens_of_another_width_are_refused(
     file = _tokens(tmp_path, written, suffix, 1000, tail=1)
     with pytest.raises(UserError, match=f"data.train: {file}: .*{message}"):
         read_token_files("data.train", [file])
+
+
+@pytest.mark.parametrize("letters", [4, 5, 70000])
+def test_small_and_large_vocabularies_are_accepted(tmp_path: Path, letters: int) -> None:
+    tokens = np.random.default_rng(0).integers(0, min(letters, 4), 3000)
+    tokens[0] = letters - 1
+    suffix, dtype = (".u32", "<u4") if letters > 1 << 16 else (".u16", "<u2")
+    tokens.astype(dtype).tofile(tmp_path / f"a{suffix}")
+    TokenMeta(letters, "nucleotides").write(tmp_path)
+    arrays, _ = read_token_files("data.train", [str(tmp_path)])
+    assert np.array_equal(np.asarray(arrays[0]), tokens)
 
 
 def test_text_with_the_suffix_of_tokens_is_refused(tmp_path: Path) -> None:

@@ -135,7 +135,9 @@ def _choose(
             hint = f", but {content}" if content else hint
             raise UserError(f"{key}: {others[0]} is not a {known}{hint}")
         hint = f"; {others[0].name} is {content}" if content else ""
-        raise UserError(f"{key}: {pattern} has no {known}, only {_names(others)}{hint}")
+        raise UserError(
+            f"{key}: {pattern} has no {known}, only {_listed([path.name for path in others])}{hint}"
+        )
     decompressed = {path: str(path).removesuffix(path.suffix) for path in others}
     compressed = [
         path
@@ -152,20 +154,23 @@ def _choose(
             )
     others = [path for path in others if path not in compressed and path.name not in _ABOUT_DATA]
     if 100 * sum(sizes[path] for path in others) > sum(sizes[path] for path in chosen):
-        _warn(f"{key}: {pattern}: skipped, because it is not a {known}: {_names(others)}")
+        warn_of_skipped(f"{key}: {pattern}", f"a {known}", [path.name for path in others])
     return chosen
 
 
-def _names(files: Sequence[DataFile]) -> str:
-    shown = [path.name for path in files[:_SHOWN_NAMES]]
-    return ", ".join(shown) + (", ..." if len(files) > len(shown) else "")
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
+
+
+def warn_of_skipped(where: str, kind: str, names: Sequence[str]) -> None:
+    """Warn of files that are not of a kind; once, on rank 0: each rank looks several times."""
+    if launched_rank() == 0:
+        _warn(f"{where}: skipped, because not {kind}: {_listed(names)}")
 
 
 @cache
 def _warn(message: str) -> None:
-    """Warn once, on rank 0: every rank looks for files, for some keys several times."""
-    if launched_rank() == 0:
-        logger.warning("%s", message)
+    logger.warning("%s", message)
 
 
 def standard_library() -> list[Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from hvdtrain.data.file_kinds import described
+from hvdtrain.data.files import warn_of_skipped
 from hvdtrain.data.order import Indices, permute
 from hvdtrain.data.records import TarShards
 from hvdtrain.errors import UserError
@@ -107,22 +108,22 @@ def class_directories(
     """
     check_pillow()
     classes = class_names("data.train", Path(data))
-    files = {name: image_files("data.train", Path(data) / name) for name in classes}
+    files = _images_of("data.train", Path(data), classes)
     if validation is None:
         taken = {name: _split(files[name], Path(data), validation_fraction) for name in classes}
         files = {name: [f for f in files[name] if f not in taken[name]] for name in classes}
         held_out = {name: sorted(taken[name]) for name in classes}
     else:
         key, root = "data.validation", Path(validation)
-        held_out = {}
-        for name in class_names(key, root):
+        names = class_names(key, root)
+        for name in names:
             if name not in files:
                 raise UserError(
                     f"{key}: class {name!r} ({root / name}) is only in the validation data; the "
                     f"training data {data} has {', '.join(classes[:10])}"
                     f"{' ...' if len(classes) > 10 else ''}"
                 )
-            held_out[name] = image_files(key, root / name)
+        held_out = _images_of(key, root, names)
     train, rest = (_samples(part, classes) for part in (files, held_out))
     if not rest:
         raise UserError(
@@ -175,31 +176,39 @@ def class_names(key: str, directory: Path) -> list[str]:
     return names
 
 
-def image_files(key: str, directory: Path) -> list[Path]:
-    """All images below a class directory, sorted; hidden files and directories are skipped.
+def _images_of(key: str, root: Path, classes: Sequence[str]) -> dict[str, list[Path]]:
+    """All images below each class directory, sorted.
 
-    Programs leave hidden copies of images there, such as .ipynb_checkpoints/ and ._0001.png.
+    Hidden files and directories are skipped: programs leave copies of images there, such as
+    .ipynb_checkpoints/ and ._0001.png. A warning names other files if they are more than a
+    hundredth of all.
 
     Raises:
-        UserError: there are none, or a directory cannot be read.
+        UserError: a class has no image, or a directory cannot be read.
     """
+    found, others = {}, []
+    for name in classes:
+        files = sorted(_visible_files(key, root / name))
+        found[name] = [file for file in files if file.name.lower().endswith(SUFFIXES)]
+        others += [file.name for file in files if not file.name.lower().endswith(SUFFIXES)]
+        if not found[name]:
+            raise UserError(
+                f"{key}: class directory {root / name} has no image (*{', *'.join(SUFFIXES)})"
+            )
+    if 100 * len(others) > sum(map(len, found.values())):
+        warn_of_skipped(f"{key}: {root}", f"an image (*{', *'.join(SUFFIXES)})", others)
+    return found
+
+
+def _visible_files(key: str, directory: Path) -> Iterator[Path]:
+    """Files below a directory that are not hidden; raise UserError if one cannot be read."""
 
     def stop(error: OSError) -> None:
         raise UserError(f"{key}: {error.filename}: {error.strerror}")
 
-    found: list[Path] = []
     for root, below, names in os.walk(directory, onerror=stop, followlinks=True):
         below[:] = [name for name in below if name[0] != "."]
-        found += [
-            Path(root) / name
-            for name in names
-            if name[0] != "." and name.lower().endswith(SUFFIXES)
-        ]
-    if not found:
-        raise UserError(
-            f"{key}: class directory {directory} has no image (*{', *'.join(SUFFIXES)})"
-        )
-    return sorted(found)
+        yield from (Path(root) / name for name in names if name[0] != ".")
 
 
 def _split(files: Sequence[Path], root: Path, fraction: float) -> set[Path]:

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from hvdtrain.data.images import class_directories, decode, image_files
+from hvdtrain.data.images import class_directories, decode
 from hvdtrain.errors import UserError
 from tests.support.datasets import draw
 
@@ -115,7 +115,22 @@ def test_hidden_images_and_directories_are_no_samples(tmp_path: Path) -> None:
     assert found[0].fingerprint == found[1].fingerprint
     (used / "red/more").mkdir()
     shutil.copy(used / "red/000.png", used / "red/more")
-    assert len(image_files("k", used / "red")) == 11
+    more = class_directories(str(used), None, 0.2, SIDE)
+    assert len(more.train) + len(more.validation) == 31  # type: ignore[arg-type]
+
+
+def test_files_that_are_no_images_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = draw(tmp_path / "data", 4)
+    class_directories(str(data), None, 0.2, SIDE)
+    assert not caplog.records
+    for name in ("red", "blue"):
+        (data / name / f"{name}.heic").write_bytes(b"\0\0\0\x18ftypheic")
+    class_directories(str(data), None, 0.2, SIDE)
+    (record,) = caplog.records
+    assert f"data.train: {data}: skipped" in record.message
+    assert record.message.endswith("blue.heic, red.heic")
 
 
 def test_compressed_shard_is_named_with_its_command(tmp_path: Path) -> None:

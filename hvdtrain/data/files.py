@@ -131,7 +131,11 @@ def _choose(
     if not chosen:
         content = described(others[0])
         if len(others) == 1:
-            hint = "; make some with `hvdtrain data tokenize`" if kind == "token file" else ""
+            hint = (
+                "; make some with `hvdtrain data tokenize`, or rename tokens without a header"
+                if kind == "token file"
+                else ""
+            )
             hint = f", but {content}" if content else hint
             raise UserError(f"{key}: {others[0]} is not a {known}{hint}")
         hint = f"; {others[0].name} is {content}" if content else ""

@@ -286,22 +286,20 @@ def _as_rgb(image: Any) -> Any:
     """An image with 8 bits per channel; gray of up to 16 bits is scaled, which Pillow would clip.
 
     Raises:
-        ValueError: its pixels have 32 bits, so that their range is unknown.
+        ValueError: the range of its pixels is unknown.
     """
     from PIL import Image
 
     mode = image.mode
-    if mode in ("I", "F") and image.format not in _NEVER_32_BITS:
+    if mode == "F" or (mode == "I" and image.format not in _NEVER_32_BITS):
         kind = "floating-point numbers" if mode == "F" else "signed or 32-bit integers"
         raise ValueError(f"its pixels are {kind} of unknown range; convert it to 8 or 16 bits")
     if mode != "I" and not mode.startswith("I;16"):
         return image.convert("RGB")
     bits = getattr(image, "tag_v2", {}).get(_TIFF_BITS, (16,))[0]
     largest = (1 << bits) - 1
-    values = np.asarray(image).astype(np.uint32)
-    return Image.fromarray(((values * 255 + largest // 2) // largest).astype(np.uint8)).convert(
-        "RGB"
-    )
+    scaled = (np.asarray(image).astype(np.uint32) * 255 + largest // 2) // largest
+    return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")
 
 
 # --- tar shards in WebDataset's format: 0001.jpg (or .png, ...) and 0001.cls ---

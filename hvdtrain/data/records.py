@@ -224,6 +224,7 @@ def unicode_problem(value: Any) -> str:
 
 
 def line_number(path: DataFile, start: int) -> int:
+    """Number of the line, from 1, that contains the byte `start` of a file."""
     with open_file(path) as opened:
         return 1 + sum(part.count(b"\n") for part in _parts(opened, start))
 

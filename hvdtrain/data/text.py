@@ -175,7 +175,7 @@ def documents(path: DataFile, source: str, text_key: str) -> Iterator[bytes]:
         records = json_lines(path) if source == "jsonl" else _rows(path, text_key)
         for where, record in records:
             try:
-                text = _text_of(record, text_key)
+                text = text_of(record, text_key)
                 content = text.encode()
             except ValueError as error:
                 reason = unicode_problem(text) if isinstance(error, UnicodeError) else error
@@ -183,7 +183,7 @@ def documents(path: DataFile, source: str, text_key: str) -> Iterator[bytes]:
             yield content
 
 
-def _text_of(record: dict[str, Any], key: str) -> str:
+def text_of(record: dict[str, Any], key: str) -> str:
     """The text of a record; the key doc.body also names the key body in an object doc.
 
     Raises:

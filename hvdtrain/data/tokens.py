@@ -148,8 +148,8 @@ class TokenWindows(Dataset[Tensor]):
         if file is not None:
             return UserError(f"{file}: {_outside(token, vocab_size)}")
         return UserError(
-            f"the tokenizer makes token {token}, outside the vocabulary of {vocab_size} tokens, "
-            f"because its token numbers have gaps: set model.vocab_size, at least {token + 1}"
+            f"data.tokenizer: token {token} is outside the vocabulary of {vocab_size} tokens: the "
+            "token numbers have gaps"
         )
 
     def _read(self, start: int, stop: int) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ from hvdtrain.data.file_kinds import described
 from hvdtrain.data.files import expand
 from hvdtrain.data.order import Indices, permute
 from hvdtrain.data.records import JSON_LINES, JsonLines, unicode_problem
-from hvdtrain.data.text import json_lines
+from hvdtrain.data.text import json_lines, text_of
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.huggingface_config import HuggingFaceConfig
 
@@ -350,7 +350,7 @@ def recognize(own: HuggingFaceConfig, data: DataConfig, template: bool) -> LineF
         return text
     found = _with_answers(line, own, template)
     named = own.learn is not None or own.input_key is not None or own.target_key is not None
-    if found is None and not named and isinstance(line.get(data.text_key), str):
+    if found is None and not named and _has_text(line, data.text_key):
         return text
     if found is None:
         keys = ", ".join(line) or "none"
@@ -366,6 +366,14 @@ def recognize(own: HuggingFaceConfig, data: DataConfig, template: bool) -> LineF
             "data.text_key"
         )
     return found
+
+
+def _has_text(line: dict[str, Any], key: str) -> bool:
+    try:
+        text_of(line, key)
+    except ValueError:
+        return False
+    return True
 
 
 def _with_answers(

@@ -318,6 +318,23 @@ def test_small_and_large_vocabularies_are_accepted(tmp_path: Path, letters: int)
     assert np.array_equal(np.asarray(arrays[0]), tokens)
 
 
+@pytest.mark.parametrize(
+    ("what", "hint"),
+    [
+        ("a token file of llm.c", r"but a token file of llm\.c.*`tail -c \+1025 .*train\.bin"),
+        ("a NumPy array: `numpy.load", r"but a NumPy array: `numpy\.load"),
+        ("", "or rename tokens without a header"),  # such as Megatron's
+    ],
+)
+def test_tokens_with_the_suffix_of_another_program_are_explained(
+    tmp_path: Path, what: str, hint: str
+) -> None:
+    file = tmp_path / "train.bin"
+    file.write_bytes(KINDS[what] if what else TOKENS.astype("<u2").tobytes())
+    with pytest.raises(UserError, match=rf"train\.bin is not a token file .*{hint}"):
+        read_token_files("data.train", [str(file)])
+
+
 def test_text_with_the_suffix_of_tokens_is_refused(tmp_path: Path) -> None:
     file = Path(_tokens(tmp_path, "<u2", ".u16", 1 << 16))
     file.write_bytes("Grüße aus dem Text\n".encode() * 500)

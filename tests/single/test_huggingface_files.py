@@ -36,6 +36,20 @@ def _cut_character(root: Path) -> None:
     write(root / "a.jsonl", [{"prompt": "the work", "completion": "cut \ud83d"}] * 9)
 
 
+def _task(tmp_path: Path, **keys: str) -> HuggingFace:
+    model = add_template(make(tmp_path / "model", "llama"))
+    own = HuggingFaceConfig(model=str(model), context=64)
+    data = DataConfig(train=[str(tmp_path / "data")], **keys)  # type: ignore[arg-type]
+    return HuggingFace(HuggingFaceTaskConfig(own, data=data))
+
+
+def test_text_of_a_nested_key_is_recognized(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data/a.jsonl", [{"doc": {"body": "the work"}}] * 999)
+    datasets = _task(tmp_path, text_key="doc.body").datasets()
+    assert datasets.format == "text" and len(datasets.train) > 10  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("make_data", "message"),
     [
@@ -48,11 +62,8 @@ def _cut_character(root: Path) -> None:
 def test_unusable_file_is_refused_with_one_line(
     tmp_path: Path, make_data: Callable[[Path], None], message: str
 ) -> None:
-    model = add_template(make(tmp_path / "model", "llama"))
     (tmp_path / "data").mkdir()
     make_data(tmp_path / "data")
-    own = HuggingFaceConfig(model=str(model), context=64)
-    data = DataConfig(train=[str(tmp_path / "data")])
     with pytest.raises(UserError, match=message) as raised:
-        HuggingFace(HuggingFaceTaskConfig(own, data=data)).datasets()
+        _task(tmp_path).datasets()
     assert "\n" not in str(raised.value)

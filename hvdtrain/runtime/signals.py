@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -18,6 +19,10 @@ _PAIR_SECONDS = 1.0
 _LAUNCHER_SECONDS = 10.0
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+
+# By which batch systems, users and terminals ask all processes of a job at once to end. A rank's
+# own processes survive them: it needs them for its last step, and ends them itself.
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 # Signals that ask a run to stop, and their handlers in forked children. A batch system also sends
 # SIGUSR1 to children: it would end processes that the last steps need.
@@ -35,6 +40,31 @@ def handle(number: int, handler: Handler) -> None:
     """
     signal.signal(number, handler)
     _replace_in_children({number: signal.SIG_DFL}, lambda installed: installed == handler)
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Block the signals of `ASKING` in this thread; a process started meanwhile inherits that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def survive() -> None:
+    """Make this process survive the signals of `ASKING`, and unblock them.
+
+    They are handled, not ignored: programs that this process starts can still be ended by them.
+    """
+    for number in ASKING:
+        handle(number, _survived)
+        signal.siginterrupt(number, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+
+
+def _survived(number: int, frame: FrameType | None) -> None:
+    return
 
 
 def _replace_in_children(

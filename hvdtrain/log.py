@@ -15,6 +15,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from hvdtrain.files import is_open_at
 from hvdtrain.text import styled
 from hvdtrain.untrusted import printable_lines
 
@@ -41,7 +42,7 @@ class _Json(logging.Formatter):
 class _File(logging.FileHandler):
     """File handler that drops lines when the disk is full; the run continues.
 
-    If the file cannot be opened, each line tries again.
+    If the file cannot be opened, each line tries again. A file that was removed is made again.
     """
 
     def open(self) -> None:
@@ -49,11 +50,16 @@ class _File(logging.FileHandler):
         self.stream = self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.stream is None:
-            try:
+        try:
+            if self.stream is not None and not is_open_at(
+                self.stream.fileno(), Path(self.baseFilename)
+            ):
+                self.stream.close()
+                self.stream = None
+            if self.stream is None:
                 self.open()
-            except OSError:
-                return
+        except OSError:
+            return
         super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:

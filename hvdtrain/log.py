@@ -10,12 +10,13 @@ import json
 import logging
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import TextIO
 
 from tqdm import tqdm
 
-from hvdtrain.files import is_open_at
 from hvdtrain.text import styled
 from hvdtrain.untrusted import printable_lines
 
@@ -39,28 +40,25 @@ class _Json(logging.Formatter):
         return json.dumps(line)
 
 
-class _File(logging.FileHandler):
+class _File(WatchedFileHandler):
     """File handler that drops lines when the disk is full; the run continues.
 
     If the file cannot be opened, each line tries again. A file that was removed is made again.
     """
 
     def open(self) -> None:
+        self.reopenIfNeeded()
+
+    def _open(self) -> TextIOWrapper:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
-        self.stream = self._open()
+        return super()._open()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            if self.stream is not None and not is_open_at(
-                self.stream.fileno(), Path(self.baseFilename)
-            ):
-                self.stream.close()
-                self.stream = None
-            if self.stream is None:
-                self.open()
+            self.open()
         except OSError:
             return
-        super().emit(record)
+        logging.FileHandler.emit(self, record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

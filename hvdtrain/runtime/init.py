@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from hvdtrain.errors import LauncherError
-from hvdtrain.runtime import environment, machine, pmi, torchrun
+from hvdtrain.runtime import environment, late_ranks, machine, pmi, torchrun
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.horovod import HorovodInternalError, hvd
 from hvdtrain.runtime.mesh import Topology
@@ -24,13 +24,15 @@ def initialize(threads: int = 0, stop: Callable[[], bool] = lambda: False) -> To
 
     Args:
         threads: number of threads for this rank's computations; 0 = by cores and ranks.
-        stop: whether this process was asked to stop; under torchrun it then waits no longer.
+        stop: whether this process was asked to stop; it then waits no longer for other ranks.
 
     Raises:
         LauncherError: Horovod does not fit the launcher.
-        UserError: ranks that torchrun started do not find each other.
+        UserError: ranks that horovodrun or torchrun started do not find each other.
         RankLostError: a rank died meanwhile.
     """
+    if not hvd.is_initialized():
+        late_ranks.wait(stop=stop)
     torchrun.join(stop=stop)
     expected = environment.launched_size()
     try:

@@ -20,7 +20,26 @@ from tqdm import tqdm
 from hvdtrain.text import styled
 from hvdtrain.untrusted import printable_lines
 
+
+class _Logger(logging.Logger):
+    """Logger that cannot be disabled during a run.
+
+    `logging.config.dictConfig` disables each existing logger that it does not name.
+    """
+
+    _disabled = False
+
+    @property
+    def disabled(self) -> bool:
+        return self._disabled and not any(isinstance(h, _File | _Screen) for h in self.handlers)
+
+    @disabled.setter
+    def disabled(self, disabled: bool) -> None:
+        self._disabled = disabled
+
+
 logger = logging.getLogger("hvdtrain")
+logger.__class__ = _Logger  # the script may have created it before
 
 
 class _Json(logging.Formatter):

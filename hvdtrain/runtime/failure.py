@@ -24,6 +24,7 @@ from hvdtrain.runtime.device import without_kernel
 from hvdtrain.runtime.horovod import HorovodInternalError, hvd
 from hvdtrain.runtime.memory import explained
 from hvdtrain.runtime.mesh import Topology
+from hvdtrain.runtime.signals import restore_default
 
 # How long a rank that lost the others waits for its launcher to end it.
 _QUIET_SECONDS = 6.0
@@ -47,8 +48,10 @@ def abort_all_ranks(error: BaseException, topology: Topology) -> NoReturn:
     logger.error("%s: %s", type(error).__name__, error, exc_info=error)
     logging.shutdown()
     error = without_kernel(error) or error
-    # From here on a launcher's SIGTERM ends this rank at once.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # From here on a launcher's SIGTERM ends this rank at once, and a data worker that ends (torch
+    # handles SIGCHLD) raises no error.
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        restore_default(number)
     code = EXIT_CRASH
     if isinstance(error, HorovodInternalError):
         time.sleep(_QUIET_SECONDS)

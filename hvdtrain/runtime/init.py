@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -61,14 +64,37 @@ def initialize(threads: int = 0, stop: Callable[[], bool] = lambda: False) -> To
     return Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hosts)
 
 
-def _set_threads(cores: int, sharers: int) -> None:
-    """Set a rank's threads to cores / ranks that may run on them, unless OMP_NUM_THREADS is set.
+_own_threads: int | None = None  # number that `_set_threads` has set
 
-    Ranks that a launcher has bound to processors of their own share these with no rank. Each
-    generation of an elastic run counts again: the number of ranks may have changed.
+
+def _set_threads(cores: int, sharers: int) -> None:
+    """Set a rank's threads to cores / ranks that may run on them, unless the user has set them.
+
+    The user sets OMP_NUM_THREADS, or calls torch.set_num_threads. Ranks that a launcher has bound
+    to processors of their own share these with no rank. Each generation of an elastic run counts
+    again: the number of ranks may have changed.
     """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, cores // sharers))
+    global _own_threads
+    if re.fullmatch(r"[\s\d,]*\d[\s\d,]*", os.environ.get("OMP_NUM_THREADS", "")):
+        return  # OpenMP ignores other values
+    if torch.get_num_threads() in (_own_threads, _default_threads()):
+        _own_threads = max(1, cores // sharers)
+        torch.set_num_threads(_own_threads)
+
+
+def _default_threads() -> int:
+    """Return the number of threads that torch uses if nobody sets it.
+
+    It is the default of MKL, or else of OpenMP, which a new thread still has.
+    """
+    names = ("MKL_Get_Max_Threads", "omp_get_max_threads")
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        ask = next(getattr(library, name) for name in names if hasattr(library, name))
+    except (OSError, StopIteration):  # another kind of build: nothing tells who has set them
+        return torch.get_num_threads()
+    with ThreadPoolExecutor(1) as pool:
+        return int(pool.submit(ask).result())
 
 
 def is_initialized() -> bool:

@@ -42,6 +42,12 @@ def handle(number: int, handler: Handler) -> None:
     _replace_in_children({number: signal.SIG_DFL}, lambda installed: installed == handler)
 
 
+def restore_default(number: int) -> None:
+    """Remove the handler of a signal; no effect in a thread, where Python has no access to it."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextmanager
 def blocked() -> Iterator[None]:
     """Block the signals of `ASKING` in this thread; a process started meanwhile inherits that."""

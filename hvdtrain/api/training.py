@@ -404,6 +404,11 @@ class Training:
             dataset.check()
             if first and self.rank == 0:
                 self._warn_of_schedulers()
+                if not self._stop.installed:
+                    logger.warning(
+                        "the loop runs in a thread, where Python handles no signals: SIGTERM and "
+                        "SIGUSR1 end the process without a checkpoint"
+                    )
             first = False
 
     def _next(self, resume: Callable[[], Step]) -> Step | None:

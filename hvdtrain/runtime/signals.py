@@ -44,8 +44,12 @@ def handle(number: int, handler: Handler) -> None:
 
 def restore_default(number: int) -> None:
     """Remove the handler of a signal; no effect in a thread, where Python has no access to it."""
-    if threading.current_thread() is threading.main_thread():
+    if _in_main_thread():
         signal.signal(number, signal.SIG_DFL)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
@@ -127,6 +131,11 @@ class StopFlag:
         self._before: dict[int, Any] = {}  # handlers that `install` has replaced
 
     @property
+    def installed(self) -> bool:
+        """Whether signals raise the flag: it was installed, in the main thread."""
+        return bool(self._before)
+
+    @property
     def raised(self) -> bool:
         return self.raised_at is not None
 
@@ -142,14 +151,15 @@ class StopFlag:
         return self.raised
 
     def install(self) -> None:
-        """Install the handlers of both signals; call it in the main thread."""
-        self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
-        _replace_in_children(_SIGNALS, self._is_ours)
+        """Install the handlers of both signals; in a thread no signal raises the flag."""
+        if _in_main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            _replace_in_children(_SIGNALS, self._is_ours)
 
     def ignore(self) -> None:
         """Ignore signals after the work is done: a late signal must not make the end a failure."""
         self._ignored = True
-        for number in _SIGNALS:
+        for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 
     def uninstall(self) -> None:

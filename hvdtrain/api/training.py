@@ -58,6 +58,7 @@ from hvdtrain.runtime.failure import abort_all_ranks, check_not_left_mpi, leave_
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.user_errors import report
 from hvdtrain.runtime.wrappers import unwrapped
+from hvdtrain.streams import open_missing
 from hvdtrain.tasks import Datasets, Task
 
 _SAMPLES = 1 << 40  # sample numbers of a run without a dataset
@@ -172,6 +173,7 @@ def training(
         ...             for x, y in step:
         ...                 step.backward((model(x) - y).square().mean())
     """
+    open_missing()
     began = time.time() if _interactive() else process_start()
     stop = StopFlag()
     stop.install()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -25,6 +24,7 @@ from hvdtrain.runtime.horovod import HorovodInternalError, hvd
 from hvdtrain.runtime.memory import explained
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import restore_default
+from hvdtrain.streams import flush, say
 
 # How long a rank that lost the others waits for its launcher to end it.
 _QUIET_SECONDS = 6.0
@@ -79,8 +79,7 @@ def abort_all_ranks(error: BaseException, topology: Topology) -> NoReturn:
 
 def force_exit(code: int) -> NoReturn:
     """End this rank although a library hangs, for which a normal exit would wait."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     leave_horovod()
     os._exit(code)
 
@@ -111,9 +110,8 @@ def leave_horovod(seconds: float = _SHUTDOWN_SECONDS) -> None:
 
 
 def _say(message: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(message + "\n")
-    sys.stderr.flush()
+    flush()
+    say(message)
 
 
 def _end_others(code: int) -> None:

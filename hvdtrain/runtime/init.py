@@ -83,7 +83,7 @@ def _set_threads(cores: int, sharers: int) -> None:
 
 
 def _default_threads() -> int:
-    """Return the number of threads that torch uses if nobody sets it.
+    """Return the number of threads that torch uses if it is not set.
 
     It is the default of MKL, or else of OpenMP, which a new thread still has.
     """
@@ -91,7 +91,7 @@ def _default_threads() -> int:
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         ask = next(getattr(library, name) for name in names if hasattr(library, name))
-    except (OSError, StopIteration):  # another kind of build: nothing tells who has set them
+    except (OSError, StopIteration):  # another kind of build: it is unknown who has set them
         return torch.get_num_threads()
     with ThreadPoolExecutor(1) as pool:
         return int(pool.submit(ask).result())

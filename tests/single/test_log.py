@@ -1,4 +1,4 @@
-"""The log of a run, beside what the script does with logging."""
+"""The log of a run whose script configures logging, too."""
 
 from __future__ import annotations
 

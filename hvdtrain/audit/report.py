@@ -36,8 +36,11 @@ class Audit:
     goodput: Goodput
 
     @property
-    def clean(self) -> bool:
-        return not any(not finding.warning for finding in self.lineage.findings)
+    def clean(self) -> bool | None:
+        """Whether nothing is wrong; None: the run has applied no step that could be."""
+        if any(not finding.warning for finding in self.lineage.findings):
+            return False
+        return True if self.lineage.segments else None
 
     def to_json(self) -> str:
         segments = [asdict(segment) for segment in self.lineage.segments]
@@ -136,6 +139,8 @@ def _summary(audit: Audit) -> list[str]:
     redone = Redone(*map(sum, zip(*audit.lineage.redone, strict=True)))
     if wrong:
         lines = [f"{name}: NOT clean, {plural(len(wrong), 'finding')}"]
+    elif audit.clean is None:
+        lines = [f"{name}: no step was applied; {plural(restarts, 'restart')}"]
     else:
         lines = [
             f"{name}: clean. Steps {begin + 1} to {last} were each applied exactly once; "

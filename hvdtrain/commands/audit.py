@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError
 from hvdtrain.untrusted import printable_lines
 
 
@@ -35,4 +35,4 @@ def run(args: argparse.Namespace) -> int:
 
     found = audit(args.run)
     print(printable_lines(found.to_json() if args.format == "json" else found.to_text()))
-    return 0 if found.clean else EXIT_CRASH
+    return EXIT_USER if found.clean is None else 0 if found.clean else EXIT_CRASH

@@ -15,7 +15,7 @@ import numpy as np
 from hvdtrain.data.config import DataConfig
 from hvdtrain.data.files import hidden_copy, remove_leftovers, split_files
 from hvdtrain.data.remote import DataFile
-from hvdtrain.data.text import Tokenizer, document_files, encode_file
+from hvdtrain.data.text import RECORDS, Tokenizer, document_files, encode_file
 from hvdtrain.data.tokens import (
     AnyTokens,
     TokenArray,
@@ -26,6 +26,7 @@ from hvdtrain.data.tokens import (
 )
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_directory
+from hvdtrain.log import logger
 
 _SPLITS = ("train", "validation")
 
@@ -79,6 +80,10 @@ def read_packed(data: DataConfig, tokenizer: Tokenizer | None) -> PackedTokens:
     """
     if tokenizer is not None:
         separator = tokenizer.separator(data.source, data.document_mask)
+        if separator is None and data.source in RECORDS:
+            logger.warning(
+                "%s has no end-of-document token: nothing separates documents", tokenizer.name
+            )
         train, validation = read_text(data, tokenizer)
         meta = replace(tokenizer.meta, separator=separator)
         return PackedTokens(data, [train], [validation], meta)

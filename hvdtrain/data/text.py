@@ -81,7 +81,10 @@ class Tokenizer:
         """The token that ends a document; None if there is none. For bytes it is 0, not in text."""
         if self._tokenizer is None:
             return 0
-        found = (self._tokenizer.token_to_id(name) for name in _ENDS)
+        assert self._path is not None
+        # Two names come first, because the eos_token of a model for chats may only end a turn.
+        names = (*_ENDS[:2], *_eos_token(Path(self._path)), *_ENDS[2:])
+        found = (self._tokenizer.token_to_id(name) for name in names)
         return next((number for number in found if number is not None), None)
 
     @property
@@ -102,8 +105,8 @@ class Tokenizer:
         """
         if separate and self.end is None:
             raise UserError(
-                f"{self.name} has no end-of-document token (one of {', '.join(_ENDS)}), which "
-                "separates documents"
+                f"{self.name} has no end-of-document token, which separates documents: one of "
+                f"{', '.join(_ENDS)}, or eos_token in tokenizer_config.json in the same directory"
             )
         return self.end if separate or source in RECORDS else None
 
@@ -149,6 +152,26 @@ class Tokenizer:
                 "utf-8", errors="replace"
             )
         return self._tokenizer.decode(list(tokens))
+
+
+def _eos_token(tokenizer: Path) -> Iterator[str]:
+    """Name of the end token in the tokenizer_config.json of a tokenizer.json, if there is one.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    file = tokenizer.with_name("tokenizer_config.json")
+    if not file.is_file():
+        return
+    try:
+        facts = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: {error}") from None
+    token = facts.get("eos_token") if isinstance(facts, dict) else None
+    if isinstance(token, dict):  # with options for splitting
+        token = token.get("content")
+    if isinstance(token, str):
+        yield token
 
 
 def read(path: DataFile) -> bytes:

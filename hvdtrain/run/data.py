@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -32,15 +34,16 @@ def build_datasets(task: Task, config: Config) -> Datasets:
     """Build the task's data.
 
     Raises:
-        UserError: a dataset has no samples or no length although it needs one, or loader.workers
-            does not fit.
+        UserError: a dataset has no samples or no length although it needs one, is a dictionary of
+            datasets or can be read only once, or loader.workers does not fit.
     """
     datasets = task.datasets()
     for name, dataset in (("training", datasets.train), ("validation", datasets.validation)):
         if dataset is None:
             continue
-        size = length_of(dataset)
+        _refuse_other_objects(dataset, name)
         _refuse_loaders(dataset, name)
+        size = length_of(dataset)
         if size is None and not (dataset is datasets.train and has_own_order(dataset)):
             raise UserError(
                 f"task {config.task}: the {name} data has no length: {type(dataset).__name__} "
@@ -62,6 +65,22 @@ def build_datasets(task: Task, config: Config) -> Datasets:
         )
         return datasets._replace(notes=(*datasets.notes, note))
     return datasets
+
+
+def _refuse_other_objects(dataset: object, name: str) -> None:
+    """Raise UserError for a dictionary of datasets, a generator, or another iterator of Python."""
+    kind = type(dataset)
+    if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
+        keys = [str(key) for key in dataset]
+        raise UserError(
+            f"the {name} data is a {kind.__name__} of datasets ({', '.join(keys)}): give one of "
+            f"them, such as dataset[{keys[0]!r}]"
+        )
+    if isinstance(dataset, Iterator) and kind.__module__ in ("builtins", "itertools"):
+        raise UserError(
+            f"the {name} data is a {kind.__name__}, which can be read only once: give a list of "
+            "samples, or a dataset with __len__ and __getitem__"
+        )
 
 
 def _refuse_loaders(dataset: object, name: str) -> None:

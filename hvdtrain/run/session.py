@@ -65,7 +65,7 @@ from hvdtrain.run.recorder import PersistentState
 from hvdtrain.run.start_checks import agree_to_start, check_gpus
 from hvdtrain.run.strategy import Strategy, build_strategy
 from hvdtrain.runtime import environment, heartbeat, notices
-from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json
+from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json, on_all_ranks
 from hvdtrain.runtime.device import gpu_of
 from hvdtrain.runtime.failure import abort_all_ranks, force_exit
 from hvdtrain.runtime.heartbeat import Activity
@@ -279,8 +279,9 @@ class Session:
         settings, membership, topology = self._launched.settings, self._membership, self.topology
         agree_to_start(settings, self._launched.digest, topology, membership)
         start = Start(self._began_clock, self._local_rank, elastic=membership is not None)
-        script = self._script
-        data = (script, build_datasets(script, settings.config)) if script is not None else None
+        script, data = self._script, None
+        if script is not None:
+            data = script, on_all_ranks("data", lambda: build_datasets(script, settings.config))
         self._prepared = prepare(settings, topology, start, data)
         if not self._strategy.rebuilds:
             self._components = build_components(self._prepared, self._strategy, topology)

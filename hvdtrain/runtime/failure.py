@@ -44,7 +44,10 @@ def abort_all_ranks(error: BaseException, topology: Topology) -> NoReturn:
     The exit code is 1, the UserError's own code, or 130 after Ctrl-C.
     """
     where = f"rank {topology.rank} on {topology.host}: "
-    logger.handlers[:] = [h for h in logger.handlers if isinstance(h, logging.FileHandler)]
+    files: list[logging.Handler] = [
+        h for h in logger.handlers if isinstance(h, logging.FileHandler)
+    ]
+    logger.handlers[:] = files or [logging.NullHandler()]  # without any, logging writes to stderr
     logger.error("%s: %s", type(error).__name__, error, exc_info=error)
     logging.shutdown()
     error = without_kernel(error) or error

@@ -159,7 +159,7 @@ class HuggingFace:
         assert self._data is not None
         prompt = list(self._data.prompt) or [0]
         sampling = Sampling(length=min(100, self._data.context - len(prompt)), max_seconds=20.0)
-        written = prompt + _continuation(model, prompt, sampling)
+        written = prompt + _continuation(model, prompt, sampling, self._data.ends)
         tokenizer = self._data.tokenizer
         return tokenizer.decode(written) if tokenizer else " ".join(map(str, written))
 

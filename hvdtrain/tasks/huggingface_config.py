@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass, field
 from typing import Literal
 
 from hvdtrain.config_tiers import basic, expert
 from hvdtrain.data.config import DataConfig
 from hvdtrain.errors import require
+
+_DATE = "2026-01-01"  # of runs that configure none
 
 
 @dataclass
@@ -26,6 +29,8 @@ class HuggingFaceConfig:
         target_key: key of a JSON line's answer or label; null = recognized; for labels `label`
         chat_template: file with a chat template (Jinja) to use instead of the tokenizer's, also for
             prompts and answers; null = the tokenizer's, for chats and Alpaca's records
+        date: day that a chat template writes as the current date, such as 2026-11-30; null =
+            2026-01-01: all ranks and all starts of a run see the same tokens
         pack: put several answers or chats into one sample of `huggingface.context` tokens; none of
             them sees another
         labels: names of the classes; empty = the classes of the directory's classifier, or else of
@@ -40,6 +45,7 @@ class HuggingFaceConfig:
     input_key: str | None = None
     target_key: str | None = None
     chat_template: str | None = None
+    date: str | None = None
     pack: bool = False
     labels: list[str] = field(default_factory=list)
     truncate: bool = False
@@ -49,6 +55,12 @@ class HuggingFaceConfig:
             self.context is None or self.context >= 2,
             f"huggingface.context must be >= 2, not {self.context}",
         )
+        try:
+            _ = self.day
+        except ValueError:
+            raise ValueError(
+                f"huggingface.date must be a day such as 2026-11-30, not {self.date!r}"
+            ) from None
         require(
             not self.labels or self.learn == "labels",
             f"huggingface.labels are for huggingface.learn labels, not {self.learn}",
@@ -58,6 +70,11 @@ class HuggingFaceConfig:
             "huggingface.pack and huggingface.chat_template are for huggingface.learn answers, not "
             f"{self.learn}",
         )
+
+    @property
+    def day(self) -> datetime.date:
+        """The day that a chat template writes as the current date."""
+        return datetime.date.fromisoformat(self.date or _DATE)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,6 +58,7 @@ class TextData:
         context: maximum tokens per sample that the model sees.
         tokenizer: None if the data is already tokenized.
         prompt: tokens of the validation data that a sample of the model continues.
+        ends: tokens that end the sample.
         separator: the token that ends each document, with data.document_mask.
         classes: classes of a classifier.
     """
@@ -65,6 +67,7 @@ class TextData:
     context: int
     tokenizer: Tokenizer | None = None
     prompt: Sequence[int] = ()
+    ends: Sequence[int] = ()
     separator: int | None = None
     classes: Classes | None = None
 
@@ -85,7 +88,8 @@ def read_data(config: HuggingFaceTaskConfig, directory: ModelDirectory) -> TextD
             )
         return _windows(config, data, directory, tokenizer, context)
     assert tokenizer is not None
-    template = find_template(own.chat_template, tokenizer_file(config, directory), directory)
+    file = tokenizer_file(config, directory)
+    template = find_template(own.chat_template, file, directory, own.day)
     form = recognize(own, data, template is not None)
     if form.kind == "text":
         found = _windows(config, replace(data, source="jsonl"), directory, tokenizer, context)
@@ -98,6 +102,10 @@ def read_data(config: HuggingFaceTaskConfig, directory: ModelDirectory) -> TextD
     else:
         found = _of_lines(config, directory, form, tokenizer, template, context)
     notes = [f"data.train: {form.describe()}", *found.datasets.notes]
+    if form.chats and template is not None and template.dated:
+        notes.append(
+            f"chat template: the current date is {own.day} in all chats (huggingface.date)"
+        )
     return replace(found, datasets=found.datasets._replace(notes=notes, format=form.name))
 
 
@@ -159,7 +167,7 @@ def _windows(
     train, validation = packed.windows(context, "huggingface.context", directory.text.vocab_size)
     datasets = Datasets(train, validation, train.fingerprint())
     prompt = validation[0][: min(_PROMPT, context - 1)].tolist()
-    return TextData(datasets, context, tokenizer, prompt, separator)
+    return TextData(datasets, context, tokenizer, prompt, separator=separator)
 
 
 def _of_lines(
@@ -179,7 +187,9 @@ def _of_lines(
     template = template if form.chats else None
     tokens = Tokens(tokenizer, context, end, padding or 0, own.truncate, template)
     file, objects = read(tokenizer_file(config, directory)), train.objects.fingerprint()
-    more = (form.name, template and template.source, own.pack)
+    more: tuple[Any, ...] = (form.name, template and template.source, own.pack)
+    if template is not None and template.dated:
+        more += (str(own.day),)
     unusual = more not in (("answer", None, False), ("label", None, False))
 
     def digest(data: str) -> str:
@@ -189,9 +199,15 @@ def _of_lines(
     former = digest(objects.former or str(objects))
     fingerprint = Fingerprint(digest(str(objects)), former, objects.files)
     if form.kind != "label":
-        if end is None and template is None:
+        if template is None and end is None:
             logger.warning(
                 "%s has no eos_token: the model does not learn where answers end", directory.path
+            )
+        if template is not None and not template.trains_end():
+            logger.warning(
+                "%s ends the assistant's messages, or its {%% generation %%} marks, without a "
+                "special token: the model does not learn where answers end",
+                template.name,
             )
         return _of_answers(train, validation, form, tokens, own.pack, fingerprint)
     classes = Classes(_labels(config, directory, train), padding)
@@ -215,9 +231,10 @@ def _of_answers(
     Answers(Lines.of(train.objects), form, tokens).encoded(0)
     answers = Answers(train, form, tokens), Answers(validation, form, tokens)
     prompt = answers[1].prompt(0)[: tokens.context - 1]
+    ends = tokens.template.end_of_turn() if tokens.template is not None else []
     if not pack:
         datasets = Datasets(*answers, fingerprint)
-        return TextData(datasets, tokens.context, tokens.tokenizer, prompt)
+        return TextData(datasets, tokens.context, tokens.tokenizer, prompt, ends)
     packed = [Packed(each) for each in answers]
     used = packed[0].lengths().sum() / (len(packed[0]) * tokens.context)
     note = (
@@ -225,7 +242,7 @@ def _of_answers(
         f"{plural(len(packed[0]), 'sample')} of {tokens.context} tokens, {used:.0%} full"
     )
     datasets = Datasets(packed[0], packed[1], fingerprint, [note])
-    return TextData(datasets, tokens.context, tokens.tokenizer, prompt)
+    return TextData(datasets, tokens.context, tokens.tokenizer, prompt, ends)
 
 
 def prompt_of(
@@ -241,12 +258,13 @@ def prompt_of(
     """
     tokenizer, file = _read_tokenizer(config, directory), tokenizer_file(config, directory)
     end = _number(directory, tokenizer, "eos_token")
-    ends = [] if end is None else [end]
+    ends = [*dict.fromkeys([*([] if end is None else [end]), *directory.ends])]
     if data_format == "chat":
         template = find_template(config.huggingface.chat_template, file, directory)
         if template is None:
             raise UserError(f"huggingface.model: {directory.path} has no chat template any longer")
-        return tokenizer, template.question(prompt), ends + template.end_of_turn()
+        ends += [token for token in template.end_of_turn() if token not in ends]
+        return tokenizer, template.question(prompt), ends
     text = alpaca_prompt(prompt) if data_format == "alpaca" else prompt
     return tokenizer, Tokens(tokenizer, 0, end).of_prompt(text), ends
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from hvdtrain.data.records import JSON_LINES, JsonLines, unicode_problem
 from hvdtrain.data.text import json_lines, text_of
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.huggingface_config import HuggingFaceConfig
+from hvdtrain.untrusted import parse_json
 
 _SPLIT_SEED = 0  # the split depends on the data only, not on the run's seed
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -163,8 +164,14 @@ class Chat(NamedTuple):
     """
 
     messages: list[dict[str, Any]]
-    trained: Sequence[int]
+    trained: list[int]
     tools: list[Any] | None = None
+
+    def with_json_arguments(self) -> Chat | None:
+        """The chat with arguments of calls as JSON text; None: it has no calls."""
+        if not any(message.get("tool_calls") for message in self.messages):
+            return None
+        return self._replace(messages=[_with_arguments(m, _written) for m in self.messages])
 
 
 @dataclass(frozen=True)
@@ -268,7 +275,35 @@ def _message(line: Line, name: str, turn: Any) -> dict[str, Any]:
     if not isinstance(content, str):
         raise UserError(f"{line.where}: the content of {name} is not text, but {_short(content)}")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    return {**rest, "role": role, "content": content}
+    return _with_arguments({**rest, "role": role, "content": content}, _parsed)
+
+
+def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A message with changed arguments of its calls."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    changed = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and "arguments" in function:
+            function = {**function, "arguments": change(function["arguments"])}
+            call = {**call, "function": function} if "function" in call else function
+        changed.append(call)
+    return {**message, "tool_calls": changed}
+
+
+def _parsed(arguments: Any) -> Any:
+    """The object in a JSON text, which is OpenAI's form; anything else is returned unchanged."""
+    try:
+        found = parse_json(arguments) if isinstance(arguments, str) else None
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _written(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def _joined(parts: list[Any]) -> Any:

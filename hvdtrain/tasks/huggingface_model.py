@@ -148,6 +148,13 @@ class ModelDirectory:
             return int(found[0]) if found else None
         return found
 
+    @property
+    def ends(self) -> list[int]:
+        """Tokens that end a generated text, from generation_config.json."""
+        path = self.path / "generation_config.json"
+        found = _json(path).get("eos_token_id") if path.is_file() else None
+        return [n for n in (found if isinstance(found, list) else [found]) if isinstance(n, int)]
+
 
 def read_directory(path: str | None, kind: str) -> ModelDirectory:
     """Read a model's directory; raise UserError if there is no model that can be trained."""

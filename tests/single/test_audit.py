@@ -90,14 +90,16 @@ def test_fault_free_history_is_clean(play: Callable[[Path], History]) -> None:
     with TemporaryDirectory() as root:
         history = play(Path(root) / "run")
         found = audit(history.directory)
-        assert found.clean and not found.lineage.findings, found.to_text()
+        applied = bool(found.lineage.segments)
+        assert found.clean == (applied or None) and not found.lineage.findings, found.to_text()
         stops = [0, *(segment.sample_stop for segment in found.lineage.segments)]
         starts = [segment.sample_start for segment in found.lineage.segments]
         assert starts == stops[:-1]  # no gap, no overlap
         assert sum(found.goodput.parts.values()) == pytest.approx(found.goodput.wall, abs=1e-3)
         assert all(seconds >= 0 for seconds in found.goodput.parts.values())
         json.loads(found.to_json())
-        assert "clean. Steps 1 to " in found.to_text()
+        said = "clean. Steps 1 to " if applied else "no step was applied"
+        assert said in found.to_text()
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,7 +108,7 @@ def test_audit_does_not_depend_on_clocks(play: Callable[[Path], History]) -> Non
     with TemporaryDirectory() as root:
         history = play(Path(root) / "run")
         found = audit(history.directory)
-        assert found.clean and not found.lineage.findings, found.to_text()
+        assert found.clean is not False and not found.lineage.findings, found.to_text()
         assert sum(found.goodput.parts.values()) == pytest.approx(found.goodput.wall, abs=1e-3)
         assert all(seconds >= 0 for seconds in found.goodput.parts.values())
 
@@ -518,6 +520,18 @@ def test_run_without_events_is_rejected(
     assert "has no events.jsonl: the run was made by a version" in capsys.readouterr().err
     assert cli.main(["audit", str(history.directory.parent)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_run_without_steps_gets_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = History(tmp_path / "run", 1, 0, 0)
+    history.launch(2)
+    history.crash()
+    assert cli.main(["audit", str(history.directory)]) == 2
+    assert "run: no step was applied; 0 restarts" in (said := capsys.readouterr().out)
+    assert "clean" not in said
+    assert json.loads(audit(history.directory).to_json())["clean"] is None
 
 
 def test_unclean_run_exits_with_1(history: History, capsys: pytest.CaptureFixture[str]) -> None:

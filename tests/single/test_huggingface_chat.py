@@ -47,6 +47,13 @@ PIECES = [
     ("<|im_start|>user\ngrant<|im_end|>\n<|im_start|>assistant\n", False),
     ("you<|im_end|>\n", True),
 ]
+# CHATML with tools, and with calls as f({"key": "value"}).
+TOOLS = "{% for t in tools or [] %}{{ t.name }}\n{% endfor %}" + CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name }}({{ call.function.arguments | tojson if call.function.arguments }})"
+    "{% endfor %}",
+)
 ALPACA = {"instruction": "Name it.", "input": "", "output": "License"}
 PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
@@ -152,16 +159,16 @@ def test_turns_of_prompt_or_of_weight_0_are_not_trained_on(root: Path, tmp_path:
 
 
 def test_tools_and_tool_messages_reach_the_template(root: Path, tmp_path: Path) -> None:
-    template = tmp_path / "tools.jinja"
-    template.write_text("{% for t in tools or [] %}{{ t.name }}\n{% endfor %}" + CHATML)
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     result = {"role": "tool", "content": "4"}
     row = {"messages": [*MESSAGES[:2], call, result, *MESSAGES[4:]], "tools": [{"name": "f"}]}
+    template = tmp_path / "tools.jinja"
+    template.write_text(TOOLS)
     found = _sample(root / "chat", tmp_path / "a.jsonl", row, chat_template=str(template))
     pieces = [
         ("f\n", False),
         *PIECES[:2],
-        ("<|im_end|>\n", True),
+        ("f()<|im_end|>\n", True),
         ("<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n", False),
         PIECES[-1],
     ]
@@ -388,8 +395,8 @@ def test_chats_without_template_are_rejected_in_one_line(root: Path) -> None:
         ("{% if %}", r"t.jinja cannot render the chat: .*Expected an expression"),
         ("{{ raise_exception('only users') }}", "line 1: .*t.jinja cannot render .*: only users"),
         (
-            CHATML.replace("{{ m.content }}", "{{ m.content }}{{ ' last' if loop.last }}"),
-            "line 1: .*t.jinja renders message 3 of the chat differently .*{% generation %}",
+            CHATML.replace("<|im_end|>", "{{ ' last' if loop.last }}<|im_end|>"),
+            "line 1: .*t.jinja asks for message 3 with .* last.*, but writes .*{% generation %}",
         ),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -244,6 +245,39 @@ def test_dataset_without_length_is_rejected() -> None:
 
     with pytest.raises(UserError, match="the validation data has no length: Endless needs __len_"):
         build_datasets(Task(), Config())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"train": [1], "test": [2]}, r"is a dict of datasets \(train, test\): give one of them"),
+        ((number for number in range(9)), "is a generator, which can be read only once"),
+        (zip("ab", "cd", strict=True), "is a zip, which can be read only once"),
+        ({0: "a", 1: "b"}, None),  # samples by number
+    ],
+)
+def test_dictionary_and_iterator_are_no_datasets(data: Any, message: str | None) -> None:
+    task: Any = SimpleNamespace(datasets=lambda: Datasets(data))
+    if message is None:
+        assert build_datasets(task, Config()).train is data
+        return
+    with pytest.raises(UserError, match=message):
+        build_datasets(task, Config())
+
+
+def test_dataset_dictionaries_of_hugging_face_are_refused() -> None:
+    from datasets import Dataset as Rows
+    from datasets import DatasetDict, IterableDatasetDict
+
+    rows = Rows.from_dict({"a": [1, 2, 3]})
+    for found in (
+        DatasetDict({"train": rows, "test": rows}),
+        IterableDatasetDict({"train": rows.to_iterable_dataset()}),
+    ):
+        task: Any = SimpleNamespace(datasets=lambda found=found: Datasets(found))
+        name = f"is a {type(found).__name__} of datasets .* such as dataset\\['train'\\]"
+        with pytest.raises(UserError, match=name):
+            build_datasets(task, Config())
 
 
 def test_rank_without_micro_batches_loads_no_data() -> None:

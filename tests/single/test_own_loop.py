@@ -440,6 +440,14 @@ def test_other_changes_of_forward_passes_are_refused_or_named(
     assert done.returncode == code and (done.stdout + done.stderr).count(text) == 1, done
 
 
+def test_unusable_dataset_is_refused_in_one_line(tmp_path: Path) -> None:
+    argv = [*FLAGS, "--run.root", str(tmp_path)]
+    command = [warm.python(2, PRELOAD), str(SCRIPTS / "unusable_data.py")]
+    done = runs.start(tmp_path / "output", argv, "gloo:2", None, command).wait(SECONDS)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done
+    assert done.stderr.count("is a generator, which can be read only once") == 1, done
+
+
 def test_refused_loop_ends_although_its_exporter_serves(tmp_path: Path) -> None:
     argv = [*FLAGS, "--telemetry.port", "9857", "--run.root", str(tmp_path)]
     command = [warm.python(2, PRELOAD), str(SCRIPTS / BUFFERS)]

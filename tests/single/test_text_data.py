@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hvdtrain.data.config import DataConfig
 from hvdtrain.data.file_kinds import HEAD_BYTES
 from hvdtrain.data.files import expand, hidden_copy, split_files, standard_library
-from hvdtrain.data.packed import read_text, text_files
+from hvdtrain.data.packed import read_packed, read_text, text_files
 from hvdtrain.data.text import Tokenizer, read
 from hvdtrain.data.tokenize import Source, tokenize
 from hvdtrain.data.tokens import TokenMeta, TokenWindows, read_token_files
@@ -226,6 +226,44 @@ def _train_tokenizer(kind: str, text: str) -> Any:
             facts["model"]["vocab"][token] = len(facts["model"]["vocab"])
         tokenizer = library.Tokenizer.from_str(json.dumps(facts))
     return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokens", "eos", "end"),
+    [
+        (["<EOS>"], "<EOS>", "<EOS>"),  # as in Command R
+        (["</s>", "<eos>"], {"content": "<eos>"}, "<eos>"),  # as in Gemma, whose </s> is HTML
+        (["<|endoftext|>", "<|im_end|>"], "<|im_end|>", "<|endoftext|>"),  # as in Qwen
+        (["<EOS>"], None, None),
+        (["</s>"], "<unknown>", "</s>"),
+    ],
+)
+def test_documents_end_with_the_end_token_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: list[str], eos: Any, end: str | None
+) -> None:
+    from tokenizers import Tokenizer as Library
+    from tokenizers.models import WordLevel
+
+    path = tmp_path / "tokenizer.json"
+    library = Library(WordLevel({"ab": 0, "<unk>": 1}, unk_token="<unk>"))
+    library.add_special_tokens(tokens)
+    library.save(str(path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n' * 40)
+    config = DataConfig(source="jsonl", train=str(tmp_path / "a.jsonl"), tokenizer=str(path))
+    warnings: list[tuple[str, ...]] = []
+    monkeypatch.setattr("hvdtrain.data.packed.logger.warning", lambda *said: warnings.append(said))
+    found = read_packed(config, Tokenizer(str(path)))
+    assert len(warnings) == (end is None) and all("separates" in said[0] for said in warnings)
+    document = [*library.encode("ab").ids, *([library.token_to_id(end)] if end else [])]
+    assert found.train[0][:9].tolist() == (document * 9)[:9]
+
+
+def test_broken_configuration_of_a_tokenizer_is_reported(tmp_path: Path) -> None:
+    _train_tokenizer("byte-level", "a b").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: Expecting property name"):
+        Tokenizer(str(tmp_path / "tokenizer.json")).separator("jsonl", separate=False)
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "unigram", "byte fallback"])

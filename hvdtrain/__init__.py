@@ -6,6 +6,17 @@ In a notebook or a script, `hvdtrain.run(...)` starts a run and waits for its en
 
 from __future__ import annotations
 
+import sys
+
+if sys.argv[:1] == ["-m"] and any("hvdtrain." in word for word in sys.orig_argv):
+    # `python -m hvdtrain.train` or another module, which is being located. Python has put the
+    # current directory first: a queue.py there would take the place of Python's.
+    import os
+
+    if sys.path[:1] == [os.getcwd()]:
+        _installed = (i for i, path in enumerate(sys.path) if path.endswith("-packages"))
+        sys.path.insert(next(_installed, len(sys.path)) - 1, sys.path.pop(0))
+
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -8,11 +8,13 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from errno import EDQUOT, EIO, ENOSPC
 from typing import Any, NoReturn
 
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError, of_import
 from hvdtrain.launch.commands import forget_singleton
 from hvdtrain.runtime.environment import process_start
+from hvdtrain.streams import flush, open_missing, say
 from hvdtrain.text import styled
 from hvdtrain.untrusted import printable_lines
 
@@ -81,6 +83,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code of the process."""
+    open_missing()
     arguments = list(sys.argv[1:] if argv is None else argv)
     forget_singleton(os.environ)
     code = EXIT_CRASH
@@ -89,9 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader of the output, such as `head`, has ended. Python would flush again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        flush()  # the reader of the output, such as `head`, has ended
         return code
+    except OSError as error:
+        if error.filename is not None or error.errno not in (ENOSPC, EDQUOT, EIO):
+            raise
+        flush()
+        _report(f"the output could not be written ({error.strerror})")
+        return EXIT_CRASH
     except ImportError as error:
         reported = of_import(error)
         if reported is None:
@@ -108,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(message: str) -> None:
     # The message may contain names of other users' files.
     mark = styled("error:", "bold red", sys.stderr)
-    print(f"hvdtrain: {mark} {printable_lines(message)}", file=sys.stderr)
+    say(f"hvdtrain: {mark} {printable_lines(message)}")
 
 
 def _dispatch(arguments: list[str], is_process: bool) -> int:

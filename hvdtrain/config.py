@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
 from argparse import SUPPRESS
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -47,6 +46,7 @@ from hvdtrain.optim.config import OptimConfig, PrecisionConfig, ScheduleConfig
 from hvdtrain.parallel.config import AXES, ParallelConfig
 from hvdtrain.runtime.config import RuntimeConfig
 from hvdtrain.runtime.mesh import Grid
+from hvdtrain.streams import say
 from hvdtrain.tasks import load_class, optional
 from hvdtrain.telemetry.config import ProfileConfig, TelemetryConfig
 
@@ -158,7 +158,7 @@ class Settings:
     def warn(self) -> Settings:
         """Print the warning, if there is one, for commands that do not train; return self."""
         if self.warning:
-            print(f"hvdtrain: warning: {self.warning}", file=sys.stderr)
+            say(f"hvdtrain: warning: {self.warning}")
         return self
 
 

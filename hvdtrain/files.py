@@ -97,6 +97,18 @@ def opened_directory(path: Path, follow: bool = True) -> Iterator[int]:
         os.close(handle)
 
 
+def is_open_at(descriptor: int, path: Path) -> bool:
+    """Whether `path` still names an open file, which may have been removed, moved or replaced.
+
+    Raises:
+        OSError: it is unknown.
+    """
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 class FileLock:
     """An exclusive lock (flock) on a file, held until it is closed or the process ends.
 
@@ -110,11 +122,14 @@ class FileLock:
         self.held = False
 
     def open(self) -> None:
-        """Create the file; a second call has no effect.
+        """Create the file, also if it was removed since the last call.
 
         Raises:
             OSError: it cannot be created.
         """
+        if self._descriptor is not None and not is_open_at(self._descriptor, self._path):
+            os.close(self._descriptor)
+            self._descriptor, self.held = None, False
         if self._descriptor is None:
             self._descriptor = os.open(self._path, _LOCK_FLAGS, 0o666)
 

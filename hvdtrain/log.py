@@ -10,6 +10,8 @@ import json
 import logging
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import TextIO
 
@@ -18,7 +20,26 @@ from tqdm import tqdm
 from hvdtrain.text import styled
 from hvdtrain.untrusted import printable_lines
 
+
+class _Logger(logging.Logger):
+    """Logger that cannot be disabled during a run.
+
+    `logging.config.dictConfig` disables each existing logger that it does not name.
+    """
+
+    _disabled = False
+
+    @property
+    def disabled(self) -> bool:
+        return self._disabled and not any(isinstance(h, _File | _Screen) for h in self.handlers)
+
+    @disabled.setter
+    def disabled(self, disabled: bool) -> None:
+        self._disabled = disabled
+
+
 logger = logging.getLogger("hvdtrain")
+logger.__class__ = _Logger  # the script may have created it before
 
 
 class _Json(logging.Formatter):
@@ -38,23 +59,25 @@ class _Json(logging.Formatter):
         return json.dumps(line)
 
 
-class _File(logging.FileHandler):
+class _File(WatchedFileHandler):
     """File handler that drops lines when the disk is full; the run continues.
 
-    If the file cannot be opened, each line tries again.
+    If the file cannot be opened, each line tries again. A file that was removed is made again.
     """
 
     def open(self) -> None:
+        self.reopenIfNeeded()
+
+    def _open(self) -> TextIOWrapper:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
-        self.stream = self._open()
+        return super()._open()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.stream is None:
-            try:
-                self.open()
-            except OSError:
-                return
-        super().emit(record)
+        try:
+            self.open()
+        except OSError:
+            return
+        logging.FileHandler.emit(self, record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

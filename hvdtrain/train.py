@@ -21,6 +21,7 @@ from hvdtrain.runtime.environment import forget_launcher, launched_rank, process
 from hvdtrain.runtime.heartbeat import HEARTBEAT, Activity
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.user_errors import report
+from hvdtrain.streams import flush, open_missing, say
 
 
 def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
     """
     if began is None:
         began = process_start() if argv is None else time.time()
+    open_missing()
     # Before anything else: importing torch takes seconds, during which a signal would end the
     # process.
     stop = StopFlag()
@@ -83,6 +85,7 @@ def end_process(code: int, seconds: float = _EXIT_SECONDS) -> NoReturn:
         leave_horovod()  # all ranks do so now: no rank waits for a blocked one
     if code:
         pmi.abort_job(code)
+    flush()
     sys.exit(code)
 
 
@@ -90,12 +93,11 @@ def _end(code: int, seconds: float) -> NoReturn:
     time.sleep(seconds)
     children = multiprocessing.active_children()
     where = f"rank {launched_rank()} on {socket.gethostname()}"
-    sys.stderr.write(
+    say(
         f"hvdtrain: warning: {where}: the run is done, but its process still waits after "
-        f"{seconds:g} s for {_blockers(children)}; it ends now with exit code {code}\n"
+        f"{seconds:g} s for {_blockers(children)}; it ends now with exit code {code}"
     )
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     for child in children:
         child.kill()
     os._exit(code)

@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
+from hvdtrain.runtime.signals import ASKING
+
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 END = b"e"
 # By which a batch system or a user asks a task to end.
@@ -125,13 +127,10 @@ def _wake_on_ended_children() -> tuple[int, int]:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     # The agent decides: a batch system sends these to all processes of a job.
-    for number in _ASKING:
+    for number in ASKING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     return wakes, wake
-
-
-_ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def _close_all_except(*kept: int) -> None:
@@ -150,7 +149,7 @@ def _start_rank(stdout: int, stderr: int, program: Program) -> int:
         end_with(guard)
         signal.set_wakeup_fd(-1)
         # Ignored signals stay ignored in the program; Python ignores the last two.
-        for number in (signal.SIGCHLD, *_ASKING, signal.SIGPIPE, signal.SIGXFSZ):
+        for number in (signal.SIGCHLD, *ASKING, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(stdout, 1)

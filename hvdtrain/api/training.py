@@ -58,6 +58,7 @@ from hvdtrain.runtime.failure import abort_all_ranks, check_not_left_mpi, leave_
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.user_errors import report
 from hvdtrain.runtime.wrappers import unwrapped
+from hvdtrain.streams import open_missing
 from hvdtrain.tasks import Datasets, Task
 
 _SAMPLES = 1 << 40  # sample numbers of a run without a dataset
@@ -172,6 +173,7 @@ def training(
         ...             for x, y in step:
         ...                 step.backward((model(x) - y).square().mean())
     """
+    open_missing()
     began = time.time() if _interactive() else process_start()
     stop = StopFlag()
     stop.install()
@@ -405,6 +407,11 @@ class Training:
             dataset.check()
             if first and self.rank == 0:
                 self._warn_of_schedulers()
+                if not self._stop.installed:
+                    logger.warning(
+                        "the loop runs in a thread, where Python handles no signals: SIGTERM and "
+                        "SIGUSR1 end the process without a checkpoint"
+                    )
             first = False
 
     def _next(self, resume: Callable[[], Step]) -> Step | None:

@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     command = rank_command(words)
     if not command.ours:
         raise UserError(
-            "the script does not mention hvdtrain.training, so its steps are not known; if other "
-            "modules of it do, set HVDTRAIN_ELASTIC=1"
+            "neither the script nor a module that it imports uses hvdtrain.training, so its steps "
+            "are not known; if it trains with hvdtrain, set HVDTRAIN_ELASTIC=1"
         )
     if args.out is None:
         with tempfile.TemporaryDirectory(prefix="hvdtrain-check-") as directory:

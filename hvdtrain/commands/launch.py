@@ -159,9 +159,9 @@ def _run_in_allocation(args: argparse.Namespace, command: RankCommand) -> int:
         elastic = None if command.ours else horovod_script(command.train)
         if not command.ours and elastic is None:
             raise UserError(
-                "the script mentions neither hvdtrain.training (if other modules of it do, set "
-                "HVDTRAIN_ELASTIC=1) nor hvd.elastic, and agents start only elastic ranks: give "
-                "hosts (--hosts, --hostfile or --slurm)"
+                "neither the script nor a module that it imports uses hvdtrain.training (set "
+                "HVDTRAIN_ELASTIC=1 if it trains with hvdtrain) or hvd.elastic, and agents start "
+                "only elastic ranks: give hosts (--hosts, --hostfile or --slurm)"
             )
         plan = AllocationRun(
             min_np=args.min_np,
@@ -252,9 +252,10 @@ def _run_directory(command: RankCommand) -> Path:
     if not command.ours:
         directory = _launch_directory(command)
         print(
-            "hvdtrain launch: the script does not mention hvdtrain.training (if other modules of "
-            "it do, set HVDTRAIN_ELASTIC=1), so its steps are not known: after a failure it is "
-            "restarted, and must resume from its own files; records of its hosts are in "
+            "hvdtrain launch: neither the script nor a module that it imports uses "
+            "hvdtrain.training (set HVDTRAIN_ELASTIC=1 if it trains with hvdtrain), so its steps "
+            "are not known: after a failure it is restarted, and must resume from its own files; "
+            "records of its hosts are in "
             f"{directory}",
             file=sys.stderr,
         )

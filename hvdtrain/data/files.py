@@ -8,17 +8,20 @@ import os
 import shutil
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hvdtrain.data import remote
+from hvdtrain.data.file_kinds import described
 from hvdtrain.data.remote import DataFile, RemoteFile
 from hvdtrain.errors import UserError
 from hvdtrain.files import FileLock
 from hvdtrain.log import logger
+from hvdtrain.runtime.environment import launched_rank
 
 # Parts of the standard library that are not installed everywhere, or are mostly tables.
 _NOT_SOURCE = {
@@ -34,6 +37,12 @@ _BLOCKS_PER_FILE = 1 << 8
 # nothing was written to it for this long.
 STALE_SECONDS = 3600.0
 _LOCAL = "file://"
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
+# Files that belong to data, whatever their size.
+_ABOUT_DATA = ("tokens.json",)
+_SHOWN_NAMES = 5
+
+File = TypeVar("File", Path, RemoteFile)
 
 
 def expand(
@@ -46,13 +55,13 @@ def expand(
 
     Args:
         key: the configuration key the patterns come from, for messages.
-        patterns: files, directories (all files below) or globs (`**` too).
-        suffixes: if given, a file named directly must have one of them; other files
-            found in directories and by globs are skipped.
+        patterns: files, directories (all files below) or globs (`**` too). Hidden files and
+            directories are skipped, unless a pattern names them.
+        suffixes: if given, other files are refused or skipped: see `_choose`.
         kind: kind of file with these suffixes, for messages.
 
     Raises:
-        UserError: a pattern matches no file or only empty files; a wrong suffix.
+        UserError: a pattern matches no file, only empty files, or no file with these suffixes.
     """
     found: set[Path] = set()
     for pattern in patterns:
@@ -60,19 +69,16 @@ def expand(
             raise UserError(f"{key}: {pattern}: this data is read from local files, not from URLs")
         pattern = pattern.removeprefix(_LOCAL)
         paths = _match(pattern)
-        if suffixes and Path(pattern).is_file() and Path(pattern).suffix not in suffixes:
-            raise UserError(
-                f"{key}: {pattern} is not a {kind} (*{', *'.join(suffixes)})"
-                + ("; make some with `hvdtrain data tokenize`" if kind == "token file" else "")
-            )
-        if suffixes:
-            paths = [path for path in paths if path.suffix in suffixes]
         if not paths:
+            if os.path.isdir(pattern):
+                raise UserError(f"{key}: {pattern} has no files; hidden ones are skipped")
             raise UserError(f"{key}: no file matches {pattern!r} (from {os.getcwd()})")
         try:
-            full = {path for path in paths if path.stat().st_size > 0}
+            sizes = {path: path.stat().st_size for path in paths}
         except OSError as error:
             raise UserError(f"{key}: {error.filename}: {error.strerror}") from None
+        chosen = _choose(key, pattern, sizes, suffixes, kind) if suffixes else paths
+        full = {path for path in chosen if sizes[path]}
         if not full:
             raise UserError(f"{key}: every file that matches {pattern!r} is empty")
         found |= full
@@ -90,7 +96,11 @@ def find_files(
     urls = [pattern for pattern in urls if not pattern.startswith(_LOCAL)]
     local = [pattern for pattern in patterns if pattern not in urls]
     found: list[DataFile] = [*expand(key, local, suffixes, kind)] if local else []
-    return [*found, *(remote.find(key, urls, suffixes) if urls else ())]
+
+    def choose(url: str, sizes: dict[RemoteFile, int]) -> list[RemoteFile]:
+        return _choose(key, url, sizes, suffixes, kind) if suffixes else [*sizes]
+
+    return [*found, *(remote.find(key, urls, suffixes, choose) if urls else ())]
 
 
 def _match(pattern: str) -> list[Path]:
@@ -98,6 +108,73 @@ def _match(pattern: str) -> list[Path]:
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), "**")
     return [Path(p) for p in glob.glob(pattern, recursive=True) if os.path.isfile(p)]
+
+
+def _choose(
+    key: str, pattern: str, sizes: Mapping[File, int], suffixes: tuple[str, ...], kind: str
+) -> list[File]:
+    """The files with one of the suffixes, of those that a pattern matches.
+
+    A warning names the others if they are more than a hundredth of the data. What lies next to
+    data, such as a README, is smaller.
+
+    Args:
+        sizes: the files, and their sizes in bytes.
+
+    Raises:
+        UserError: no file has such a suffix, or one would have it if it was not compressed.
+    """
+    chosen = [path for path in sizes if path.suffix in suffixes]
+    others = [path for path in sizes if path.suffix not in suffixes]
+    known = f"{kind} (*{', *'.join(suffixes)})"
+    others.sort(key=lambda path: (-sizes[path], str(path)))
+    if not chosen:
+        content = described(others[0])
+        if len(others) == 1:
+            hint = (
+                "; make some with `hvdtrain data tokenize`, or rename tokens without a header"
+                if kind == "token file"
+                else ""
+            )
+            hint = f", but {content}" if content else hint
+            raise UserError(f"{key}: {others[0]} is not a {known}{hint}")
+        hint = f"; {others[0].name} is {content}" if content else ""
+        raise UserError(
+            f"{key}: {pattern} has no {known}, only {_listed([path.name for path in others])}{hint}"
+        )
+    decompressed = {path: str(path).removesuffix(path.suffix) for path in others}
+    compressed = [
+        path
+        for path in others
+        if path.suffix in _COMPRESSED and decompressed[path].endswith(suffixes)
+    ]
+    names = {str(path) for path in chosen}
+    for path in compressed:
+        if decompressed[path] not in names:
+            content = described(path)
+            raise UserError(
+                f"{key}: {path} would be skipped{content and f': it is {content}'}, or name the "
+                f"other files, such as with '*{suffixes[0]}'"
+            )
+    others = [path for path in others if path not in compressed and path.name not in _ABOUT_DATA]
+    if 100 * sum(sizes[path] for path in others) > sum(sizes[path] for path in chosen):
+        warn_of_skipped(f"{key}: {pattern}", f"a {known}", [path.name for path in others])
+    return chosen
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
+
+
+def warn_of_skipped(where: str, kind: str, names: Sequence[str]) -> None:
+    """Warn of files that are not of a kind; once, on rank 0: each rank looks several times."""
+    if launched_rank() == 0:
+        _warn(f"{where}: skipped, because not {kind}: {_listed(names)}")
+
+
+@cache
+def _warn(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def standard_library() -> list[Path]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +19,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from hvdtrain.data.file_kinds import described
+from hvdtrain.data.files import warn_of_skipped
 from hvdtrain.data.order import Indices, permute
 from hvdtrain.data.records import TarShards
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.device import sent
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+# Formats of Pillow's mode "I", which stands for 32 bits, that have at most 16 bits.
+_NEVER_32_BITS = ("PNG", "PPM")
+_TIFF_BITS = 258  # the tag BitsPerSample
 _DIGIT_MARGIN = 2
 _MEMBERS = tuple(suffix[1:] for suffix in SUFFIXES)  # of a sample in a tar shard
 SPLIT_SEED = 0  # the split depends on the data only, not on the run's seed
@@ -102,22 +108,22 @@ def class_directories(
     """
     check_pillow()
     classes = class_names("data.train", Path(data))
-    files = {name: image_files("data.train", Path(data) / name) for name in classes}
+    files = _images_of("data.train", Path(data), classes)
     if validation is None:
         taken = {name: _split(files[name], Path(data), validation_fraction) for name in classes}
         files = {name: [f for f in files[name] if f not in taken[name]] for name in classes}
         held_out = {name: sorted(taken[name]) for name in classes}
     else:
         key, root = "data.validation", Path(validation)
-        held_out = {}
-        for name in class_names(key, root):
+        names = class_names(key, root)
+        for name in names:
             if name not in files:
                 raise UserError(
                     f"{key}: class {name!r} ({root / name}) is only in the validation data; the "
                     f"training data {data} has {', '.join(classes[:10])}"
                     f"{' ...' if len(classes) > 10 else ''}"
                 )
-            held_out[name] = image_files(key, root / name)
+        held_out = _images_of(key, root, names)
     train, rest = (_samples(part, classes) for part in (files, held_out))
     if not rest:
         raise UserError(
@@ -154,6 +160,12 @@ def class_names(key: str, directory: Path) -> list[str]:
     """
     try:
         names = sorted(e.name for e in os.scandir(directory) if e.is_dir() and e.name[0] != ".")
+    except NotADirectoryError:
+        content = described(directory)
+        raise UserError(
+            f"{key}: {directory} is neither a directory nor a tar shard (*.tar)"
+            + (f", but {content}" if content else "")
+        ) from None
     except OSError as error:
         raise UserError(f"{key}: {directory}: {error.strerror}") from None
     if not names:
@@ -164,27 +176,39 @@ def class_names(key: str, directory: Path) -> list[str]:
     return names
 
 
-def image_files(key: str, directory: Path) -> list[Path]:
-    """All images below a class directory, sorted.
+def _images_of(key: str, root: Path, classes: Sequence[str]) -> dict[str, list[Path]]:
+    """All images below each class directory, sorted.
+
+    Hidden files and directories are skipped: programs leave copies of images there, such as
+    .ipynb_checkpoints/ and ._0001.png. A warning names other files if they are more than a
+    hundredth of all.
 
     Raises:
-        UserError: there are none, or a directory cannot be read.
+        UserError: a class has no image, or a directory cannot be read.
     """
+    found, others = {}, []
+    for name in classes:
+        files = sorted(_visible_files(key, root / name))
+        found[name] = [file for file in files if file.name.lower().endswith(SUFFIXES)]
+        others += [file.name for file in files if not file.name.lower().endswith(SUFFIXES)]
+        if not found[name]:
+            raise UserError(
+                f"{key}: class directory {root / name} has no image (*{', *'.join(SUFFIXES)})"
+            )
+    if 100 * len(others) > sum(map(len, found.values())):
+        warn_of_skipped(f"{key}: {root}", f"an image (*{', *'.join(SUFFIXES)})", others)
+    return found
+
+
+def _visible_files(key: str, directory: Path) -> Iterator[Path]:
+    """Files below a directory that are not hidden; raise UserError if one cannot be read."""
 
     def stop(error: OSError) -> None:
         raise UserError(f"{key}: {error.filename}: {error.strerror}")
 
-    found = [
-        Path(root) / name
-        for root, _, names in os.walk(directory, onerror=stop, followlinks=True)
-        for name in names
-        if name.lower().endswith(SUFFIXES)
-    ]
-    if not found:
-        raise UserError(
-            f"{key}: class directory {directory} has no image (*{', *'.join(SUFFIXES)})"
-        )
-    return sorted(found)
+    for root, below, names in os.walk(directory, onerror=stop, followlinks=True):
+        below[:] = [name for name in below if name[0] != "."]
+        yield from (Path(root) / name for name in names if name[0] != ".")
 
 
 def _split(files: Sequence[Path], root: Path, fraction: float) -> set[Path]:
@@ -234,25 +258,48 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
 
 def decode(file: Path | BytesIO, side: int, name: str) -> Tensor:
-    """Decode an image to uint8 (3, side, side): scaled, and cropped to the middle.
+    """Decode an image to uint8 (3, side, side): upright, scaled, and cropped to the middle.
 
     Args:
         name: name of the image, for messages.
 
     Raises:
-        UserError: it cannot be decoded.
+        UserError: it cannot be decoded, or the range of its pixels is unknown.
     """
     from PIL import Image, ImageOps
 
     try:
         with Image.open(file) as image:
-            fitted = ImageOps.fit(image.convert("RGB"), (side, side), Image.Resampling.BILINEAR)
+            # Images with broken EXIF data, which causes many exceptions, can be decoded.
+            with suppress(Exception):
+                ImageOps.exif_transpose(image, in_place=True)
+            fitted = ImageOps.fit(_as_rgb(image), (side, side), Image.Resampling.BILINEAR)
     except MemoryError:
         raise
     except Exception as error:  # each decoder of Pillow has its own exceptions
         reason = f"{error}".partition(str(file))[0].strip(" '\"") or type(error).__name__
         raise UserError(f"image {name} cannot be read ({reason}): repair or remove it") from None
     return torch.from_numpy(np.asarray(fitted).copy()).permute(2, 0, 1).contiguous()
+
+
+def _as_rgb(image: Any) -> Any:
+    """An image with 8 bits per channel; gray of up to 16 bits is scaled, which Pillow would clip.
+
+    Raises:
+        ValueError: the range of its pixels is unknown.
+    """
+    from PIL import Image
+
+    mode = image.mode
+    if mode == "F" or (mode == "I" and image.format not in _NEVER_32_BITS):
+        kind = "floating-point numbers" if mode == "F" else "signed or 32-bit integers"
+        raise ValueError(f"its pixels are {kind} of unknown range; convert it to 8 or 16 bits")
+    if mode != "I" and not mode.startswith("I;16"):
+        return image.convert("RGB")
+    bits = getattr(image, "tag_v2", {}).get(_TIFF_BITS, (16,))[0]
+    largest = (1 << bits) - 1
+    scaled = (np.asarray(image).astype(np.uint32) * 255 + largest // 2) // largest
+    return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")
 
 
 # --- tar shards in WebDataset's format: 0001.jpg (or .png, ...) and 0001.cls ---

@@ -9,9 +9,6 @@ iterable datasets, which have their own order.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +23,7 @@ from hvdtrain.data.buckets import SampleBuckets
 from hvdtrain.data.config import AHEAD, BatchConfig, LoaderConfig
 from hvdtrain.data.order import Order, build_order, specification_of
 from hvdtrain.data.sample_facts import SampleFacts
+from hvdtrain.data.workers import WorkerContext, begin, check_socket_paths
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.device import seed_all
 
@@ -33,7 +31,6 @@ Batch = Any  # result of collate: tensors, or dicts and tuples of them
 _POSITIONS_AT_ONCE = 1024
 # Timeout of a rank for a worker; the same as for a collective that another rank does not join.
 _WORKER_SECONDS = 900.0
-_PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
 # The last part of a seed separates uses of random numbers. A forward pass in training has no such
 # part.
 VALIDATION_SEED, EPOCH_SEED, LOADING_SEED = 1, 2, 3
@@ -311,19 +308,27 @@ def start_loading(
     """Load micro-batches, in worker processes or in this process.
 
     Args:
-        batches: its samples are micro-batches.
+        batches: its samples are micro-batches; a UserError in place of one is the rank's.
         workers: number of processes; 0: this process.
         ahead: micro-batches that each of them loads ahead.
         options: of DataLoader.
+
+    Raises:
+        UserError: the worker processes could not send what they load.
     """
+    if workers:
+        check_socket_paths()
+        options |= {
+            "timeout": _WORKER_SECONDS,
+            "prefetch_factor": ahead,
+            "multiprocessing_context": WorkerContext(),
+            "worker_init_fn": begin,
+        }
     return iter(
         DataLoader(
             batches,
             batch_size=None,
             num_workers=workers,
-            timeout=_WORKER_SECONDS if workers else 0.0,
-            prefetch_factor=ahead if workers else None,
-            worker_init_fn=begin_worker,
             pin_memory=loading.pin_memory,
             **options,
         )
@@ -332,20 +337,6 @@ def start_loading(
 
 def _as_it_is(batch: Batch) -> Batch:
     return batch
-
-
-def begin_worker(number: int) -> None:
-    """Make the worker exit with its rank, however the rank exits, and ignore the rank's signals.
-
-    Otherwise it would hold the lock on the run directory and the exporter's port for seconds.
-    """
-    rank = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != rank:
-        os._exit(1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for ignored in (signal.SIGUSR1, signal.SIGINT):
-        signal.signal(ignored, signal.SIG_IGN)
 
 
 def has_own_order(dataset: object) -> TypeGuard[Iterable[Any]]:

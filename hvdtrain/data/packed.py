@@ -45,17 +45,18 @@ class PackedTokens:
     validation: Sequence[AnyTokens]
     meta: TokenMeta
 
-    def windows(self, context: int, key: str) -> tuple[TokenWindows, TokenWindows]:
+    def windows(self, context: int, key: str, vocab_size: int) -> tuple[TokenWindows, TokenWindows]:
         """(train, validation).
 
         Args:
             key: the configuration key that sets `context`, for messages.
+            vocab_size: number of tokens that the model knows.
 
         Raises:
             UserError: one of them would have no sample.
         """
-        train = TokenWindows(self.train, context)
-        validation = TokenWindows(self.validation, context)
+        train = TokenWindows(self.train, context, vocab_size)
+        validation = TokenWindows(self.validation, context, vocab_size)
         for split, windows in zip(_SPLITS, (train, validation), strict=True):
             if len(windows) == 0:
                 raise UserError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from hvdtrain.data.file_kinds import PARQUET_FILE, described
 from hvdtrain.data.files import Fingerprint
 from hvdtrain.data.index import Format
 from hvdtrain.data.order import Indices
@@ -32,7 +33,7 @@ class ParquetRows(Dataset[dict[str, Any]]):
 
     Args:
         patterns: files (*.parquet), directories, globs or URLs, all with the same columns.
-        columns: which to read; None = all.
+        columns: which to read, such as text or doc.body, a field of a struct; None = all.
         cache: directory for indexes, see records.Files.
         key: what the patterns come from, for messages.
 
@@ -67,7 +68,8 @@ class ParquetRows(Dataset[dict[str, Any]]):
         file = int(np.searchsorted(self._starts, index, side="right")) - 1
         groups, row = self._files.indexes[file], index - int(self._starts[file])
         group = int(np.searchsorted(groups, row, side="right")) - 1
-        return self._table(file, group).slice(row - int(groups[group]), 1).to_pylist()[0]
+        table = self._table(file, group).slice(row - int(groups[group]), 1)
+        return records_of(table, self._files.paths[file])[0]
 
     def fingerprint(self) -> Fingerprint:
         """16 hex digits that change with the files' names, numbers of rows, or content."""
@@ -101,12 +103,31 @@ def read_group(
         with _opened(path, ranges) as file:
             # Arrow's threads would not survive the fork of a worker.
             found = file.read_row_group(group, columns=columns, use_threads=False)
+            names = file.schema_arrow.names
     except (pa.ArrowException, OSError) as error:
         raise _broken(path, error) from None
-    missing = set(columns or ()) - set(found.column_names)
-    if missing:
-        raise UserError(f"{path} has no column {', '.join(sorted(missing))}")
+    for column in columns or ():
+        if not {column, _outermost(column)} & {*found.column_names}:
+            raise _without(path, column, names)
     return found
+
+
+def records_of(rows: pa.Table, path: DataFile) -> list[dict[str, Any]]:
+    """Rows as dicts; raise UserError if text is not valid."""
+    try:
+        found: list[dict[str, Any]] = rows.to_pylist()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} has text that is not UTF-8 ({error}): write it again") from None
+    return found
+
+
+def _outermost(column: str) -> str:
+    """Name of the column that contains the field of a struct, such as doc for doc.body."""
+    return column.partition(".")[0]
+
+
+def _without(path: DataFile, column: str, names: Sequence[str]) -> UserError:
+    return UserError(f"{path} has no column {column!r}, but {', '.join(names)}")
 
 
 def row_groups(path: DataFile) -> Indices:
@@ -124,8 +145,8 @@ def check_column(path: DataFile, column: str, key: str) -> None:
     """Raise UserError if a file has no such column."""
     with _opened(path, ByteRanges()) as file:
         names = file.schema_arrow.names
-    if column not in names:
-        raise UserError(f"{key}: {path} has no column {column!r}, but {', '.join(names)}")
+    if not {column, _outermost(column)} & {*names}:
+        raise UserError(f"{key}: {_without(path, column, names)}")
 
 
 def _opened(path: DataFile, ranges: ByteRanges) -> Any:
@@ -141,6 +162,8 @@ def _opened(path: DataFile, ranges: ByteRanges) -> Any:
 
 
 def _broken(path: DataFile, error: Exception) -> UserError:
+    if content := described(path, PARQUET_FILE):
+        return UserError(f"{path} is {content}")
     reason = " ".join(str(error).split()).partition(". ")[0]
     return UserError(f"{path} is not a complete Parquet file ({reason}): copy it again")
 

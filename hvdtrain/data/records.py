@@ -16,11 +16,13 @@ from typing import Any, BinaryIO
 import numpy as np
 from torch.utils.data import Dataset
 
+from hvdtrain.data.file_kinds import TAR_ARCHIVE, described
 from hvdtrain.data.files import Fingerprint, find_files, of_files
 from hvdtrain.data.index import Format, open_indexes
 from hvdtrain.data.order import Indices
 from hvdtrain.data.remote import ByteRanges, DataFile, open_file
 from hvdtrain.errors import UserError
+from hvdtrain.untrusted import parse_json
 
 _NEWLINE = ord("\n")
 _CHUNK_BYTES = 1 << 24
@@ -112,7 +114,7 @@ class JsonLines(_Records):
     def where(self, index: int) -> str:
         """Location such as "chats.jsonl: line 7", for messages; counts the preceding lines."""
         path, start, _ = self._read(index)
-        return f"{path}: line {_line_number(path, start)}"
+        return f"{path}: line {line_number(path, start)}"
 
 
 class TarShards(_Records):
@@ -194,17 +196,35 @@ def parse_line(line: bytes, path: DataFile, start: int) -> dict[str, Any]:
         UserError: it is not a JSON object.
     """
     try:
-        found = json.loads(line)
+        found = parse_json(line)
         reason = f"it is a {type(found).__name__}"
     except ValueError as error:
         found, reason = None, str(error)
     if isinstance(found, dict):
         return found
-    number = _line_number(path, start)
+    if content := described(path):
+        raise UserError(f"{path} is {content}")
+    number = line_number(path, start)
     raise UserError(f"{path}: line {number} is not a JSON object ({reason}): repair or remove it")
 
 
-def _line_number(path: DataFile, start: int) -> int:
+def unicode_problem(value: Any) -> str:
+    """Why text in a JSON value cannot be encoded as UTF-8; empty: it can.
+
+    JSON can escape half of a surrogate pair, which remains of a character if text is cut.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start]).strip("'")
+        return f"has half of a character, {half}, which UTF-8 cannot store: repair or remove it"
+    except RecursionError:
+        return "is nested too deeply"
+    return ""
+
+
+def line_number(path: DataFile, start: int) -> int:
+    """Number of the line, from 1, that contains the byte `start` of a file."""
     with open_file(path) as opened:
         return 1 + sum(part.count(b"\n") for part in _parts(opened, start))
 
@@ -283,9 +303,10 @@ def _key_and_suffix(name: str) -> tuple[str, str] | None:
 
 
 def _broken_shard(path: DataFile, error: Exception) -> UserError:
+    if content := described(path, TAR_ARCHIVE):
+        return UserError(f"{path} is {content}")
     return UserError(
-        f"{path} is not a complete tar file ({error or type(error).__name__}; compressed files "
-        "cannot be read by sample): copy it again"
+        f"{path} is not a complete tar file ({error or type(error).__name__}): copy it again"
     )
 
 

@@ -99,20 +99,33 @@ def is_url(pattern: str) -> bool:
     return re.match(r"[a-z][a-z0-9+.-]+://", pattern) is not None
 
 
-def find(key: str, patterns: Sequence[str], suffixes: tuple[str, ...] | None) -> list[RemoteFile]:
+def find(
+    key: str,
+    patterns: Sequence[str],
+    suffixes: tuple[str, ...] | None,
+    choose: Callable[[str, dict[RemoteFile, int]], list[RemoteFile]],
+) -> list[RemoteFile]:
     """The non-empty files that match URLs, sorted, without duplicates.
 
     Args:
         key: the configuration key the URLs come from, for messages.
         patterns: URLs of files, of directories (all files below), or with `*`.
-        suffixes: if given, files with other suffixes are skipped.
+        suffixes: a URL with one of them names a file; None: any suffix does.
+        choose: (URL, files that match it and their sizes in bytes) -> the files to use.
 
     Raises:
-        UserError: a URL matches no such file, or its server cannot be reached.
+        UserError: a URL matches no file, or its server cannot be reached.
     """
+    kind = f" (*{', *'.join(suffixes)})" if suffixes else ""
+    facts: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
         of_patterns = pool.map(lambda pattern: _match(key, pattern, suffixes), patterns)
-        facts = {url: info for found in of_patterns for url, info in found.items()}
+        for pattern, found in zip(patterns, of_patterns, strict=True):
+            if not found:
+                raise UserError(f"{key}: no file{kind} matches {pattern!r}")
+            listed = {RemoteFile(url, info.get("size") or 0, 0): url for url, info in found.items()}
+            chosen = choose(pattern, {file: file.size for file in listed})
+            facts |= {listed[file]: found[listed[file]] for file in chosen}
         files = sorted(pool.map(_described, facts, facts.values()), key=str)
     full = [file for file in files if file.size]
     if not full:
@@ -121,7 +134,7 @@ def find(key: str, patterns: Sequence[str], suffixes: tuple[str, ...] | None) ->
 
 
 def _match(key: str, pattern: str, suffixes: tuple[str, ...] | None) -> dict[str, dict[str, Any]]:
-    """The properties of each file that matches a URL."""
+    """The properties of each file that matches a URL, without hidden files and directories."""
     try:
         system, path = _file_system(pattern)
     except (ImportError, ValueError) as error:
@@ -142,21 +155,13 @@ def _match(key: str, pattern: str, suffixes: tuple[str, ...] | None) -> dict[str
         found = attempt(pattern, listed)
     except FileNotFoundError:
         found = {}
-    files = {
+    below = path.partition("*")[0].rpartition("/")[0] if "*" in path else path
+    return {
         system.unstrip_protocol(name): info
         for name, info in found.items()
-        if info.get("type") != "directory" and not posixpath.basename(name).startswith(".")
+        if info.get("type") != "directory"
+        and not any(part.startswith(".") for part in name[len(below) :].split("/"))
     }
-    if suffixes:
-        files = {
-            url: info
-            for url, info in files.items()
-            if posixpath.splitext(urlsplit(url).path)[1] in suffixes
-        }
-    if not files:
-        kind = f" (*{', *'.join(suffixes)})" if suffixes else ""
-        raise UserError(f"{key}: no file{kind} matches {pattern!r}")
-    return files
 
 
 def _described(url: str, info: dict[str, Any]) -> RemoteFile:
@@ -217,6 +222,21 @@ def read_url(url: str) -> bytes:
     """
     system, path = _file_system(url)
     return attempt(url, lambda: bytes(system.cat_file(path)))
+
+
+def beginning(file: DataFile, size: int) -> bytes:
+    """The first bytes of a file; fewer if it is shorter.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if isinstance(file, RemoteFile):
+        return _request(file, 0, min(size, file.size))[:size]  # some servers send all of it
+    try:
+        with open(file, "rb") as opened:
+            return opened.read(size)
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
 
 
 def write_url(url: str, content: bytes) -> None:
@@ -315,16 +335,21 @@ def _close(cache: Any) -> None:
 
 def _fetch(file: RemoteFile, start: int, stop: int) -> bytes:
     stop = min(stop, file.size)
-    system, path = _file_system(file.url)
-    try:
-        content = attempt(file.url, lambda: bytes(system.cat_file(path, start=start, end=stop)))
-    except FileNotFoundError:
-        raise UserError(f"{file}: the file has disappeared") from None
+    content = _request(file, start, stop)
     if len(content) > stop - start:
         raise UserError(f"{file}: its server does not support requests for parts of a file")
     if len(content) < stop - start:
         raise _shorter(file, stop, start + len(content))
     return content
+
+
+def _request(file: RemoteFile, start: int, stop: int) -> bytes:
+    """Bytes start to stop - 1; the whole file if its server does not support such requests."""
+    system, path = _file_system(file.url)
+    try:
+        return attempt(file.url, lambda: bytes(system.cat_file(path, start=start, end=stop)))
+    except FileNotFoundError:
+        raise UserError(f"{file}: the file has disappeared") from None
 
 
 def _shorter(file: DataFile, wanted: int, size: int) -> UserError:

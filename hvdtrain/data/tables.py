@@ -1,24 +1,29 @@
 """Tables of numbers, categories and dates, from CSV and Parquet files.
 
 A table is read in parts: a byte range of a CSV file, a row group of a Parquet file. Parts depend
-only on the files, so any number of ranks can share them. Each line of a CSV file is a row: line
-breaks within quotes are not supported.
+only on the files, so any number of ranks can share them.
 """
 
 from __future__ import annotations
 
 import io
 import zipfile
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from io import BufferedReader
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.data.file_kinds import PARQUET_FILE, check_text, described
+from hvdtrain.data.order import Indices
+from hvdtrain.data.records import line_number
 from hvdtrain.errors import UserError
 
 Kind = Literal["number", "category", "date"]
@@ -28,6 +33,10 @@ _FUNCTIONS = {"weekday": "day_of_week"}  # pyarrow's names, if different
 SUFFIXES = (".csv", ".parquet")
 # TablePart size of a CSV file: large enough that parsing takes longer than the request.
 _PART_BYTES = 2 << 20
+# Bytes that are searched for quotes at a time.
+_TAIL_BYTES, _CHUNK_BYTES = 1 << 13, 1 << 16
+_QUOTE, _NEWLINE = ord('"'), ord("\n")
+_BEFORE_CELLS = [*b",\r\n"]
 LATE, DELAY, DATE = "late", "arr_delay", "date"
 # Columns that are known before departure.
 _KNOWN = (
@@ -83,9 +92,10 @@ def open_table(key: str, files: Sequence[Path], categories: Sequence[str]) -> Ta
         categories: columns to treat as categories although their values are numbers.
 
     Raises:
-        UserError: a file is incomplete, or its columns differ from the first file's.
+        UserError: a file is incomplete or not a table, or its columns differ from the first file's.
     """
     import_pyarrow()
+    check_text(key, [file for file in files if file.suffix == ".csv"])
     first: dict[str, Any] = {}
     parts: list[TablePart] = []
     for file in files:
@@ -221,19 +231,15 @@ def open_csv(
     file: Path, first: dict[str, Any], categories: Sequence[str]
 ) -> tuple[dict[str, Any], list[TablePart]]:
     """Open a CSV file; columns get the types that they have in the first file."""
-    with open(file, "rb") as opened:
-        head = opened.readline()
-        sample = opened.read(_PART_BYTES) + opened.readline()
+    borders = _borders(file)
+    header, *parts = pairwise(borders)
     with problems_of(str(file)):
-        names = _parsed(head, None, None).column_names
+        names = _parsed(_range(file, *header), None, None).column_names
         if len(set(names)) < len(names):
             raise UserError(f"{file}: two columns in its first line have the same name")
-        looks = _parsed(sample, names, None).schema if sample else None
+        looks = _parsed(_range(file, *parts[0]), names, None).schema if parts else None
     types = {name: first.get(name) or _csv_type(name, looks, categories) for name in names}
-    size = file.stat().st_size
-    begins = [*range(len(head), size, _PART_BYTES)]
-    ranges = zip(begins, [*begins[1:], size], strict=True)
-    return types, [TablePart(str(file), _csv_reader(file, names, types, part)) for part in ranges]
+    return types, [TablePart(str(file), _csv_reader(file, names, types, part)) for part in parts]
 
 
 def _csv_type(name: str, looks: Any, categories: Sequence[str]) -> Any:
@@ -251,21 +257,15 @@ def _csv_reader(
 ) -> Callable[[Sequence[str]], Any]:
     def read(columns: Sequence[str]) -> Any:
         with problems_of(str(file)):
-            return _parsed(_lines(file, *part), names, {n: types[n] for n in columns})
+            return _parsed(_range(file, *part), names, {n: types[n] for n in columns})
 
     return read
 
 
-def _lines(file: Path, begin: int, end: int) -> bytes:
-    """The lines whose first byte is in [begin, end)."""
+def _range(file: Path, begin: int, end: int) -> bytes:
     with open(file, "rb") as opened:
-        opened.seek(begin - 1)
-        opened.readline()
-        place = opened.tell()
-        if place >= end:
-            return b""
-        lines = opened.read(end - place)
-        return lines if lines.endswith(b"\n") else lines + opened.readline()
+        opened.seek(begin)
+        return opened.read(end - begin)
 
 
 def _parsed(text: bytes, names: Sequence[str] | None, types: dict[str, Any] | None) -> Any:
@@ -289,6 +289,104 @@ def _parsed(text: bytes, names: Sequence[str] | None, types: dict[str, Any] | No
             strings_can_be_null=True,
         ),
     )
+
+
+# --- rows of CSV files --------------------------------------------------------
+#
+# A quoted cell may have line breaks, and only all quotes before a line break show whether it ends a
+# row. The file is therefore searched for quotes once, which is much faster than parsing it.
+# As pyarrow does, only a quote at the start of a cell begins a quoted cell, and two quotes in a
+# quoted cell are one character of it. So a run of an even number of quotes changes nothing.
+
+
+def _borders(file: Path) -> list[int]:
+    """Offsets of the header, of each part, and of the end of the file.
+
+    A part has about _PART_BYTES, and none if a row is longer than that.
+
+    Raises:
+        UserError: a quoted cell has no end.
+    """
+    size, found = file.stat().st_size, [0]
+    with open(file, "rb") as opened:
+        opened.seek(len(BOM_UTF8) if opened.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
+        found.append(_end_of_row(file, opened, opened.tell() + 1))
+        for offset in range(found[1] + _PART_BYTES, size, _PART_BYTES):
+            found.append(_end_of_row(file, opened, offset))
+        if found[1] < size:
+            found.append(_end_of_row(file, opened, size))
+    return found
+
+
+def _end_of_row(file: Path, opened: BufferedReader, offset: int) -> int:
+    """Move from the start of a row to the first end of a row at or after an offset; return it.
+
+    Raises:
+        UserError: a quoted cell has no end.
+    """
+    begin = opened.tell()
+    if begin >= offset:
+        return begin
+    chunk = opened.read(offset - begin - 1) + opened.readline()
+    quote = _open_quote(chunk)
+    while quote is not None:
+        begin, place = opened.tell(), begin + quote
+        chunk = opened.read(_CHUNK_BYTES) + opened.readline()
+        if not chunk:
+            line = line_number(file, place)
+            raise UserError(
+                f"{file}: cannot be read (the quote in line {line} has no end): repair or remove it"
+            )
+        quotes, quoted = _quotes(chunk, True)
+        ends = _ends_of_rows(chunk, quotes, quoted)
+        if len(ends):
+            opened.seek(begin + int(ends[0]))
+            break
+        quote = int(quotes[-1]) if len(quotes) else place - begin
+    return opened.tell()
+
+
+def _open_quote(chunk: bytes) -> int | None:
+    """Offset of the quote whose cell does not end in whole lines, of which the first begins a row.
+
+    None: they end a row.
+    """
+    # The end of the last quoted cell shows the state after it, whatever was before.
+    for tail in (chunk[-_TAIL_BYTES:].lstrip(b'"'), chunk):
+        quotes, quoted = _quotes(tail, False)
+        if tail is chunk or quoted[-1] == _quotes(tail, True)[1][-1]:
+            break
+    return len(chunk) - len(tail) + int(quotes[-1]) if quoted[-1] else None
+
+
+def _quotes(chunk: bytes, quoted: bool) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Quotes that begin or may end a quoted cell, and the state between them.
+
+    Args:
+        chunk: whole lines.
+        quoted: whether it begins inside a quoted cell.
+
+    Returns:
+        Offset of each run of an odd number of quotes; and whether the text before the first run,
+        and the text after each run, is inside a quoted cell.
+    """
+    codes = np.frombuffer(chunk, np.uint8)
+    quotes = np.flatnonzero(codes == _QUOTE)
+    first = np.flatnonzero(np.diff(quotes, prepend=-2) > 1)
+    odd = quotes[first[np.diff(first, append=len(quotes)) % 2 == 1]]
+    before = np.where(odd > 0, codes[odd - 1], _NEWLINE)
+    # At the start of a cell a run begins a quoted cell, or ends one; elsewhere it can only end one.
+    number = np.arange(1, len(odd) + 1)
+    last_end = np.maximum.accumulate(np.where(np.isin(before, _BEFORE_CELLS), 0, number))
+    inside = (number - last_end + (quoted & (last_end == 0))) % 2 == 1
+    return odd, np.concatenate([[quoted], inside])
+
+
+def _ends_of_rows(chunk: bytes, quotes: NDArray[np.int64], inside: NDArray[np.bool_]) -> Indices:
+    """Offsets after the line breaks outside quoted cells, and of the end if that is outside."""
+    lines = np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE)
+    ends = lines[~inside[np.searchsorted(quotes, lines)]] + 1
+    return ends if inside[-1] else np.append(ends, len(chunk))
 
 
 # --- pyarrow ------------------------------------------------------------------
@@ -342,6 +440,8 @@ def problems_of(file: str, column: str = "") -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if content := described(Path(file), PARQUET_FILE):
+            raise UserError(f"{file} is {content}") from None
         message = " ".join(str(error).split())[:300]
         where = f"{file}, column {column}" if column else file
         raise UserError(f"{where}: cannot be read ({message}): repair or remove it") from None

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.data.file_kinds import check_text
 from hvdtrain.data.files import find_files, standard_library
 from hvdtrain.data.index import Format
-from hvdtrain.data.parquet import PARQUET, read_group, row_groups
-from hvdtrain.data.records import JSON_LINES, parse_line
+from hvdtrain.data.parquet import PARQUET, read_group, records_of, row_groups
+from hvdtrain.data.records import JSON_LINES, parse_line, unicode_problem
 from hvdtrain.data.remote import ByteRanges, DataFile, open_file
 from hvdtrain.data.tokens import TokenArray, TokenMeta, with_separator
 from hvdtrain.errors import UserError
@@ -28,6 +29,8 @@ from hvdtrain.untrusted import parse_json
 BYTES_VOCABULARY = 256
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's notation
 _LONGEST_LINE = 1 << 24
+# Larger files are not examined for whether they hold any record.
+_LARGEST_EMPTY_FILE = 1 << 14
 # Common names of the end-of-document token.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 # data.source -> format of its files; with other sources, each file holds one document.
@@ -194,11 +197,40 @@ def documents(path: DataFile, source: str, text_key: str) -> Iterator[bytes]:
     else:
         records = json_lines(path) if source == "jsonl" else _rows(path, text_key)
         for where, record in records:
-            text = record.get(text_key)
-            if not isinstance(text, str):
-                problem = f"no {text_key!r}" if text is None else f"a {type(text).__name__}"
-                raise UserError(f"{path}: {where} has {problem} instead of text: set data.text_key")
-            yield text.encode()
+            try:
+                text = text_of(record, text_key)
+                content = text.encode()
+            except ValueError as error:
+                reason = unicode_problem(text) if isinstance(error, UnicodeError) else error
+                raise UserError(f"{path}: {where} {reason}") from None
+            yield content
+
+
+def text_of(record: dict[str, Any], key: str) -> str:
+    """The text of a record; the key doc.body also names the key body in an object doc.
+
+    Raises:
+        ValueError: there is no text.
+    """
+    value: Any = record
+    for name in (key,) if key in record else key.split("."):
+        if not isinstance(value, dict) or name not in value:
+            raise ValueError(f"has no {key!r}, only {', '.join(record)}: set data.text_key")
+        value = value[name]
+        if value is None:
+            raise ValueError(f"has null for {key!r}: remove records without text")
+    if isinstance(value, dict):
+        raise ValueError(
+            f"has an object for {key!r}, with {', '.join(value)}: set data.text_key, such as to "
+            f"{key}.{next(iter(value), 'KEY')}"
+        )
+    if isinstance(value, bytes):
+        raise ValueError(f"has binary data for {key!r}: convert the column to strings")
+    if not isinstance(value, str):
+        raise ValueError(
+            f"has a {type(value).__name__} instead of text for {key!r}: set data.text_key"
+        )
+    return value
 
 
 def json_lines(path: DataFile) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -221,7 +253,7 @@ def json_lines(path: DataFile) -> Iterator[tuple[str, dict[str, Any]]]:
 def _rows(path: DataFile, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
     ranges = ByteRanges()
     for group, first in enumerate(row_groups(path)[:-1].tolist()):
-        rows = read_group(path, group, [column], ranges).to_pylist()
+        rows = records_of(read_group(path, group, [column], ranges), path)
         yield from ((f"row {number}", row) for number, row in enumerate(rows, start=first + 1))
 
 
@@ -236,18 +268,30 @@ def document_files(
         keys: that set the source and the name of a record's text, for messages.
 
     Raises:
-        UserError: a pattern matches no file, or records would be read as plain text.
+        UserError: a pattern matches no file, or records or binary files would be read as text.
     """
     records = RECORDS.get(source)
     kind = (records.suffixes, records.name) if records else ()
-    files = find_files(key, patterns, *kind) if patterns else _of_standard_library()
+    if not patterns:
+        return [*standard_library()]
+    files = find_files(key, patterns, *kind)
     if records is None:
         _refuse_records(key, files, *keys)
-    return files
+        check_text(key, files)
+        return files
+    full = [path for path in files if not _is_empty(path, source)]
+    if not full:
+        raise UserError(f"{key}: {', '.join(map(str, files[:3]))}: no records, only empty files")
+    return full
 
 
-def _of_standard_library() -> list[DataFile]:
-    return [*standard_library()]
+def _is_empty(path: DataFile, source: str) -> bool:
+    """Whether a file has no records: only its schema, or only empty lines."""
+    if path.stat().st_size > _LARGEST_EMPTY_FILE:
+        return False
+    if source == "parquet":
+        return bool(row_groups(path)[-1] == 0)
+    return not read(path).strip()
 
 
 def _refuse_records(key: str, paths: Sequence[DataFile], source: str, text_key: str) -> None:

@@ -16,14 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from hvdtrain.data.file_kinds import HEAD_BYTES, TEXT, is_text, kind_of, refusal
 from hvdtrain.data.files import FileFacts, Fingerprint, find_files, names_below_root
-from hvdtrain.data.remote import ByteRanges, DataFile, RemoteFile, read_url
+from hvdtrain.data.remote import ByteRanges, DataFile, RemoteFile, beginning, read_url
 from hvdtrain.errors import UserError
 
 TokenArray = NDArray[Any]  # 1-D, any unsigned integer type
 
 # The suffix of a token file determines its dtype.
 _META = "tokens.json"
+# Tokens that show whether they are wider than their suffix says.
+_FEWEST = 64
 DTYPES: dict[str, np.dtype[Any]] = {".u16": np.dtype("<u2"), ".u32": np.dtype("<u4")}
 
 
@@ -111,14 +114,18 @@ class TokenWindows(Dataset[Tensor]):
     Args:
         arrays: tokens, 1-D, at least context + 1 of them together.
         context: number of tokens a sample trains on.
+        vocab_size: tokens must be less; None: any token is valid.
 
     Attributes:
         shard_samples: number of samples that begin in each array, int64.
     """
 
-    def __init__(self, arrays: Sequence[AnyTokens], context: int) -> None:
+    def __init__(
+        self, arrays: Sequence[AnyTokens], context: int, vocab_size: int | None = None
+    ) -> None:
         self.arrays = arrays
         self.context = context
+        self._vocab_size = vocab_size
         self.starts = np.cumsum([0] + [len(a) for a in arrays])
         self.tokens = int(self.starts[-1])
         first_samples = np.minimum(-(-self.starts // context), len(self))
@@ -128,9 +135,22 @@ class TokenWindows(Dataset[Tensor]):
         return max(0, (self.tokens - 1) // self.context)
 
     def __getitem__(self, index: int) -> Tensor:
-        """int64 of shape (context + 1,)."""
+        """int64 of shape (context + 1,); raise UserError if a token is not in the vocabulary."""
         start = index * self.context
-        return torch.from_numpy(self._read(start, start + self.context + 1))
+        tokens = self._read(start, start + self.context + 1)
+        if self._vocab_size is not None and (largest := int(tokens.max())) >= self._vocab_size:
+            raise self._beyond(start + int(tokens.argmax()), largest)
+        return torch.from_numpy(tokens)
+
+    def _beyond(self, place: int, token: int) -> UserError:
+        file = _token_file(self.arrays[int(np.searchsorted(self.starts, place, side="right")) - 1])
+        vocab_size = self._vocab_size or 0
+        if file is not None:
+            return UserError(f"{file}: {_outside(token, vocab_size)}")
+        return UserError(
+            f"data.tokenizer: token {token} is outside the vocabulary of {vocab_size} tokens: the "
+            "token numbers have gaps"
+        )
 
     def _read(self, start: int, stop: int) -> NDArray[np.int64]:
         out = np.empty(stop - start, dtype=np.int64)
@@ -177,6 +197,13 @@ def _token_file(array: AnyTokens) -> DataFile | None:
     return Path(path) if path is not None and Path(path).suffix in DTYPES else None
 
 
+def _outside(token: int, vocab_size: int) -> str:
+    return (
+        f"token {token} is outside the vocabulary of {vocab_size} tokens in {_META}: check the "
+        "tokens, the suffix, which sets their size (.u16 or .u32), and vocab_size"
+    )
+
+
 def with_separator(tokens: TokenArray, separator: int | None) -> TokenArray:
     """Append the separator, if any, to the tokens of a document."""
     return tokens if separator is None else np.append(tokens, tokens.dtype.type(separator))
@@ -190,13 +217,18 @@ def read_token_files(key: str, patterns: Sequence[str]) -> tuple[list[AnyTokens]
         patterns: files, directories, globs or URLs.
 
     Raises:
-        UserError: no file, a wrong suffix, an empty file, or files of different vocabularies.
+        UserError: no file, a wrong suffix, an empty file, files of different vocabularies, or
+            content that is not tokens of the vocabulary, as far as the start of a file shows it.
     """
     paths = find_files(key, patterns, suffixes=tuple(DTYPES))
-    # One of each directory.
-    metas = {TokenMeta.read(path) for path in {os.path.dirname(str(p)): p for p in paths}.values()}
+    of_directories = {os.path.dirname(str(path)): path for path in paths}
+    metas = {TokenMeta.read(path) for path in of_directories.values()}
     if len(metas) > 1:
         raise UserError(f"{key}: these token files were made with different tokenizers: {metas}")
+    for path in paths:
+        # Of remote files one per directory: each costs a request.
+        if isinstance(path, Path) or path in of_directories.values():
+            _check_start(key, path, next(iter(metas)).vocab_size)
     arrays: list[AnyTokens] = []
     ranges = ByteRanges()
     for path in paths:
@@ -211,6 +243,25 @@ def read_token_files(key: str, patterns: Sequence[str]) -> tuple[list[AnyTokens]
         except (OSError, ValueError) as error:
             raise UserError(f"{key}: {path}: {error}") from None
     return arrays, metas.pop()
+
+
+def _check_start(key: str, path: DataFile, vocab_size: int) -> None:
+    """Check that the start of a file consists of tokens; raise UserError if it does not."""
+    head, dtype = beginning(path, HEAD_BYTES), DTYPES[path.suffix]
+    content = kind_of(head) or (TEXT if is_text(head) else None)
+    if content is not None:
+        raise refusal(key, path, content)
+    tokens = np.frombuffer(head[: len(head) - len(head) % dtype.itemsize], dtype)
+    bits = 8 * dtype.itemsize
+    upper = (vocab_size - 1) >> bits  # the largest upper half of a token of twice as many bits
+    if len(tokens) >= _FEWEST and tokens[1::2].max() <= upper < tokens[::2].max():
+        raise UserError(
+            f"{key}: {path}: every second number of {bits} bits is at most {upper}, so the tokens "
+            f"have {2 * bits} bits: "
+            + ("name the file *.u32" if bits == 16 else "store them with 32 bits")
+        )
+    if len(tokens) and tokens.max() >= vocab_size:
+        raise UserError(f"{key}: {path}: {_outside(int(tokens.max()), vocab_size)}")
 
 
 Tokens = TypeVar("Tokens", bound=Any)  # TokenArray, or AnyTokens

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
-import warnings
 from collections.abc import Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import NamedTuple
+
+from hvdtrain.elastic.mentions import find_module, uses
 
 _PYTHON = re.compile(r"pythonw?[\d.]*")
 # Interpreter options followed by a value, unless it is joined to them.
 _VALUED = ("W", "X")
 _VALUED_LONG = ("--check-hash-based-pycs",)
-
-
-# A script that uses hvdtrain.training, in whatever way it is imported.
-_OWN_LOOP = (
-    re.compile(r"(^|[;:])\s*(from[ \t]+|import[ \t]([^\n;#]*[ \t,])?)hvdtrain\b", re.MULTILINE),
-    re.compile(r"\btraining\b"),
-)
-_SCRIPT_BYTES = 1 << 20
 
 
 class TrainingCommand(NamedTuple):
@@ -42,90 +34,60 @@ def starts_training(command: Sequence[str]) -> bool:
 
 
 class ScriptCommand(NamedTuple):
-    """A command `python SCRIPT ...`.
+    """A command `python SCRIPT ...`, or `python -m MODULE ...` with a module of a project.
 
     Args:
         program: index of the word that is the interpreter.
-        script: the path.
+        script: path of the file that is run.
         flags: the words after it, also the script's own arguments.
+        module: it is a module.
     """
 
     program: int
     script: str
     flags: list[str]
+    module: bool
 
     @property
     def own_loop(self) -> bool:
-        """Whether the script's text uses hvdtrain.training."""
-        text = self._read().decode(errors="replace")
-        return all(pattern.search(text) for pattern in _OWN_LOOP) and not self.horovod_elastic
+        """Whether the script, or a module that it imports, uses hvdtrain.training."""
+        return self._uses("hvdtrain", "training")
 
     @property
     def horovod_elastic(self) -> bool:
         """Whether the script uses Horovod's elastic API and not hvdtrain.training."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the script's own
-                tree = ast.parse(self._read())
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return False
-        return _uses(tree, "horovod", "elastic") and not _uses(tree, "hvdtrain", "training")
+        return self._uses("horovod", "elastic") and not self.own_loop
 
-    def _read(self) -> bytes:
-        try:
-            with open(self.script, "rb") as file:
-                return file.read(_SCRIPT_BYTES)
-        except OSError:
-            return b""
+    def _uses(self, package: str, part: str) -> bool:
+        directory = "" if self.module else os.path.dirname(self.script)
+        return uses(Path(self.script), package, part, _module_directories(directory))
 
 
-def _uses(tree: ast.AST, package: str, module: str) -> bool:
-    """Whether a script imports a module of a package, or reads it as an attribute.
-
-    Examples: hvd.elastic after `import horovod.torch as hvd`, and
-    `from horovod.torch.elastic import run`.
-    """
-    imported: list[str] = []
-    names: set[str] = set()  # bound to the package or one of its modules
-    attributes: list[ast.expr] = []  # that have the attribute `module`
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found = {alias.name: alias.asname or alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found = {
-                f"{node.module}.{alias.name}": alias.asname or alias.name for alias in node.names
-            }
-        else:
-            if isinstance(node, ast.Attribute) and node.attr == module:
-                attributes.append(node.value)
-            continue
-        ours = [path for path in found if path.split(".")[0] == package]
-        imported += ours
-        names.update(found[path] for path in ours)
-    return any(module in path.split(".") for path in imported) or any(
-        _root(value) in names for value in attributes
-    )
-
-
-def _root(value: ast.expr) -> str:
-    """Return the name at the start of a.b.c; "" for any other expression."""
-    while isinstance(value, ast.Attribute):
-        value = value.value
-    return value.id if isinstance(value, ast.Name) else ""
+def _module_directories(first: str) -> list[str]:
+    """Return where a project has its modules: the script's directory, and PYTHONPATH."""
+    return [first or os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
 
 
 def script_command(command: Sequence[str]) -> ScriptCommand | None:
-    """Split a command `python SCRIPT ...`, if it is one and the script is a file."""
+    """Split a command `python SCRIPT ...`, if it is one and the script is a file.
+
+    The same for `python -m MODULE ...`, if the module is found, and is not hvdtrain's.
+    """
     words = list(command)
     for i, word in enumerate(words):
         if _PYTHON.fullmatch(PurePath(word).name):
             at = i + 1
             while at < len(words) and words[at].startswith("-"):
+                if words[at] == "-m" and at + 1 < len(words):
+                    found = find_module(words[at + 1], _module_directories(""))
+                    if found is None:
+                        return None
+                    return ScriptCommand(i, str(found), words[at + 2 :], module=True)
                 if words[at][1:2] in ("c", "m"):
                     return None
                 at += 2 if words[at] in ("-W", "-X") else 1
             if at < len(words) and os.path.isfile(words[at]):
-                return ScriptCommand(i, words[at], words[at + 1 :])
+                return ScriptCommand(i, words[at], words[at + 1 :], module=False)
             return None
     return None
 
@@ -133,8 +95,8 @@ def script_command(command: Sequence[str]) -> ScriptCommand | None:
 def runs_hvdtrain(command: Sequence[str]) -> bool:
     """Whether a command starts ranks of hvdtrain, which request their ranks themselves.
 
-    A script that uses hvdtrain.training is recognized by its text; HVDTRAIN_ELASTIC=1 marks
-    other commands that start hvdtrain.
+    A script that uses hvdtrain.training is recognized by its text and its project's modules;
+    HVDTRAIN_ELASTIC=1 marks other commands that start hvdtrain.
     """
     script = script_command(command)
     known = starts_training(command) or (script is not None and script.own_loop)
@@ -147,7 +109,7 @@ def horovod_script(command: Sequence[str]) -> list[str] | None:
     None: the command is not `python SCRIPT ...` with such a script, or it starts ranks of hvdtrain.
     """
     script = script_command(command)
-    if script is None or not script.horovod_elastic or runs_hvdtrain(command):
+    if script is None or script.module or runs_hvdtrain(command) or not script.horovod_elastic:
         return None
     at = len(command) - len(script.flags) - 1
     return [*command[:at], "-m", "hvdtrain.elastic.horovod_script", *command[at:]]

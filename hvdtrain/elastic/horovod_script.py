@@ -269,7 +269,10 @@ def main(command: list[str]) -> int:
         _leave(f"the launcher does not respond ({error})")
     sys.argv = command
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
-        sys.path[0] = str(Path(command[0]).resolve().parent)
+        # In place of the current directory of `python -m`, see hvdtrain/__init__.py.
+        if (current := os.getcwd()) in sys.path:
+            del sys.path[-1 - sys.path[::-1].index(current)]
+        sys.path.insert(0, str(Path(command[0]).resolve().parent))
     _run(os.path.abspath(command[0]))
     return 0
 

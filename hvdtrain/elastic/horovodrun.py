@@ -41,9 +41,17 @@ def serves(command: Sequence[str]) -> bool:
     """Whether a command is hvdtrain's: its processes request their ranks from this driver.
 
     Processes of hvdtrain do so themselves, and unchanged scripts of Horovod's elastic API through
-    horovod_script.py.
+    horovod_script.py. Other commands are left to Horovod's own driver, which a line says: it may
+    wait for a second host, and processes of hvdtrain cannot train under it.
     """
-    return runs_hvdtrain(command) or horovod_script(command) is not None
+    ours = runs_hvdtrain(command) or horovod_script(command) is not None
+    if not ours:
+        _say(
+            "Horovod's own elastic driver starts this command, because neither its script nor a "
+            "module that the script imports uses hvdtrain.training or hvd.elastic; if it trains "
+            "with hvdtrain, set HVDTRAIN_ELASTIC=1"
+        )
+    return ours
 
 
 def run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:

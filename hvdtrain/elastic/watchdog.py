@@ -40,6 +40,7 @@ from hvdtrain.elastic.heartbeats import HeartbeatSender
 from hvdtrain.elastic.rendezvous import DriverAddress
 from hvdtrain.log import logger
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
+from hvdtrain.runtime.signals import blocked
 from hvdtrain.runtime.work import IDLE_TICKS, WATCHDOG, threads_named, work
 
 _LOOK_SECONDS = 0.25
@@ -83,13 +84,14 @@ def start(
     command = [sys.executable, "-m", "hvdtrain.elastic.watchdog"]
     arguments = [os.getpid(), os.getppid(), heartbeat.descriptor, hang_seconds, launcher, number]
     arguments += [line.port] if line else []
-    process = subprocess.Popen(
-        [*command, *map(str, arguments)],
-        stdin=subprocess.PIPE,  # receives the path for stacks; closed when this process ends
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=[heartbeat.descriptor],
-    )
+    with blocked():  # as long as it runs: it ends with its rank
+        process = subprocess.Popen(
+            [*command, *map(str, arguments)],
+            stdin=subprocess.PIPE,  # receives the path for stacks; closed when this process ends
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[heartbeat.descriptor],
+        )
     if line is not None:
         line.mute_after(process.pid)
     return process
@@ -195,9 +197,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    # Slurm sends a job's signals to all of its processes; this one ends with its rank.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
     if len(arguments) <= 6:
         return _watch(arguments)
     driver = _driver(arguments[4])

@@ -76,7 +76,7 @@ def _progress(run: RecordedRun) -> Metrics:
         ended = "stopped early"
     total = last.start.total_steps if last else _train_steps(run)
     remaining = None
-    if code is None and alive(run.path / ".owner"):
+    if code is None and alive([run.path / ".owner"]):
         lines = [*zip(step[-RECENT:].tolist(), run.steps["time"][-RECENT:].tolist(), strict=True)]
         remaining = remaining_seconds(lines, total)
     return {

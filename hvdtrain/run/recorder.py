@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -137,14 +138,16 @@ class RunRecorder:
             self._export_history(exporter)
 
     def bring_to_disk(self) -> None:
-        """Write the files that a checkpoint relies on, before the checkpoint is written.
+        """Write the other files of the run before a checkpoint, also those that were removed.
 
-        Raises:
-            OSError: the lines of metrics.jsonl cannot be written.
+        No failure prevents the checkpoint: the lines of a file can be missed, the state cannot.
         """
-        self._small.again()
-        if self.metrics is not None:
-            self.metrics.sync()
+        self._small.again(removed=True)
+        for file in filter(None, (self.metrics, self.ranks)):
+            try:
+                file.sync()
+            except OSError as error:
+                file.report(error)
 
     def wait_for_save(self) -> None:
         """Wait a limited time for a save in progress."""
@@ -297,7 +300,7 @@ def build_recorder(config: Config, directory: RunDirectory, mirror: Mirror | Non
 
 
 class LateFiles:
-    """Small files, each written whole: now or, if the disk is full, later.
+    """Small files, each written whole: now, later if the disk is full, and again if removed.
 
     Args:
         confirm: raises OSError if this process may not write.
@@ -308,6 +311,7 @@ class LateFiles:
 
     def __init__(self, confirm: Callable[[], None]) -> None:
         self._confirm = confirm
+        self._written: dict[Path, Callable[[], None]] = {}
         self._waiting: dict[Path, Callable[[], None]] = {}
         self._said: set[Path] = set()
         self._lock = Lock()  # saves retry from their own thread
@@ -319,9 +323,19 @@ class LateFiles:
             self._waiting[path] = write
             self._try(path, tolerate_errors)
 
-    def again(self) -> None:
-        """Retry the files that could not be written."""
+    def again(self, removed: bool = False) -> None:
+        """Retry the files that could not be written.
+
+        Args:
+            removed: also write those that were removed since, which the run itself does at its end.
+        """
         with self._lock:
+            for path, write in self._written.items() if removed else ():
+                if not os.path.lexists(path):
+                    logger.warning(
+                        "%s was removed or moved while the run trains: it is made again", path
+                    )
+                    self._waiting[path] = write
             for path in list(self._waiting):
                 self._try(path, tolerate_errors=True)
 
@@ -342,7 +356,7 @@ class LateFiles:
                 )
             self._said.add(path)
         else:
-            del self._waiting[path]
+            self._written[path] = self._waiting.pop(path)
             self._said.discard(path)
 
 

@@ -30,7 +30,6 @@ generation.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -73,6 +72,7 @@ from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.init import abort_collectives, initialize, shut_down
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.streams import say
 from hvdtrain.tasks import Task, optional
 from hvdtrain.untrusted import printable_lines
 
@@ -247,7 +247,7 @@ class Session:
         if error.rank == self.topology.rank and self._should_report_error():
             where = "" if error.rank == 0 else f"rank {error.rank} on {self.topology.host}: "
             message = printable_lines(f"{where}{error}")
-            print(f"hvdtrain: error: {message}", file=sys.stderr, flush=True)
+            say(f"hvdtrain: error: {message}")
         with suppress(RankLostError):
             gather_json(None, "reported")  # no rank ends before the message is printed
         if self.persistent.recorder is not None:
@@ -331,7 +331,7 @@ class Session:
                 self.removed = True
                 return 0
             except RefusedError as refusal:
-                print(f"hvdtrain: error: {refusal}", file=sys.stderr, flush=True)
+                say(f"hvdtrain: error: {refusal}")
                 return EXIT_CRASH
             except LostError as error:
                 raise crash(f"the launcher no longer responds ({error})") from None

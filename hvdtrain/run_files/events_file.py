@@ -6,12 +6,15 @@ import errno
 import json
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
 
+from hvdtrain.files import is_open_at
 from hvdtrain.log import logger
+from hvdtrain.run_files.removed import content_of_removed
 from hvdtrain.untrusted import json_object, json_objects, open_regular
 
 # Timeout for confirming the ownership of the run: events are rare, so a short wait is acceptable.
@@ -23,6 +26,8 @@ _FIRST_BYTES, _MOST_BYTES = 1 << 16, 64 << 20
 
 class EventsFile:
     """Append-only file of events, on the current rank 0 only. Errors never stop the training.
+
+    A file that is removed or moved is made again with the next event, with all lines.
 
     Args:
         path: the file; it is created by the first event.
@@ -39,6 +44,7 @@ class EventsFile:
         self._waiting: list[bytes] = []
         self._retry: Timer | None = None
         self._failed = False
+        self._kept: int | None = None  # descriptor, which has the lines if the file is removed
         self._lock = Lock()  # the checkpoint thread writes events, too
 
     def write(self, event: str, **fields: Any) -> None:
@@ -83,8 +89,17 @@ class EventsFile:
             self._failed = True
 
     def _append(self) -> None:
+        if self._kept is not None and not is_open_at(self._kept, self._path):
+            if not self._path.exists():
+                content = content_of_removed(self._path, self._kept)
+                self._waiting[:0] = content.splitlines(keepends=True)
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._kept = None
         # Reopened each time: events are rare, and the file's end is then up to date.
         with open(self._path, "a+b", buffering=0) as file:
+            if self._kept is None:
+                self._kept = os.dup(file.fileno())
+                weakref.finalize(self, os.close, self._kept)
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":  # a crash or a full disk left an incomplete line

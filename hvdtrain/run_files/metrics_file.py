@@ -11,8 +11,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from hvdtrain.files import write_atomic
+from hvdtrain.files import is_open_at, write_atomic
 from hvdtrain.log import logger
+from hvdtrain.run_files.removed import content_of_removed
 from hvdtrain.untrusted import parse_json
 
 # Timeout for confirming the ownership of the run; longer means that the disk does not respond.
@@ -71,7 +72,7 @@ class MetricsFile:
         except OSError as error:
             if not tolerate_errors:
                 raise
-            self._report(error)
+            self.report(error)
 
     def _keep(self, content: bytes, kept: list[bytes], tolerate_errors: bool) -> None:
         """Keep only these lines in the file and move the others."""
@@ -89,7 +90,7 @@ class MetricsFile:
         except OSError as error:
             if not tolerate_errors:
                 raise
-            self._report(error)
+            self.report(error)
         if content.startswith(whole):
             os.truncate(self._path, len(whole))  # requires no disk space
         else:
@@ -97,7 +98,18 @@ class MetricsFile:
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+
+    def _reopen(self) -> None:
+        """Make the file again if it was removed or moved; continue in a file that replaced it."""
+        if self._file is None or is_open_at(self._file, self._path):
+            return
+        if self._path.is_file():
+            logger.warning("%s was replaced while the run trains; it is continued", self._path)
+        else:
+            self._unwritten[:0] = content_of_removed(self._path, self._file)
+        os.close(self._file)
+        self._file = None
 
     def roll_back(self, after: int) -> None:
         """Move lines of steps after `after`, as at the start: the run repeats these steps."""
@@ -111,6 +123,9 @@ class MetricsFile:
                     raise OSError(
                         errno.ESTALE, "it is unknown whether this process still owns the run"
                     )
+                self._reopen()
+                if self._file is None:
+                    self._open()
                 written = self._path.read_bytes()
                 content = written + bytes(self._unwritten)
                 lines: list[bytes] = content.splitlines(keepends=True)
@@ -122,7 +137,7 @@ class MetricsFile:
                 with open(self._path.with_name(f"left_{self._path.name}"), "ab") as file:
                     file.write(left)
             except OSError as error:
-                self._report(error)
+                self.report(error)
         self.last_step = after
 
     def write(self, record: dict[str, Any]) -> None:
@@ -135,9 +150,10 @@ class MetricsFile:
             try:
                 self._flush()
             except OSError as error:
-                self._report(error)
+                self.report(error)
 
-    def _report(self, error: OSError) -> None:
+    def report(self, error: OSError) -> None:
+        """Log that the file cannot be written; once until it can be."""
         self.failures += 1
         if not self._failed:
             logger.error(
@@ -162,7 +178,7 @@ class MetricsFile:
             self._failed = False
 
     def sync(self) -> None:
-        """Wait until every line is on disk, before a checkpoint refers to the lines.
+        """Wait until every line is on disk, also if the file was removed; before a checkpoint.
 
         Raises:
             OSError: a line could not be written.
@@ -171,6 +187,7 @@ class MetricsFile:
         with self._lock:
             if not held:
                 raise OSError(errno.ESTALE, "it is unknown whether this process still owns the run")
+            self._reopen()
             self._flush()
         # A separate descriptor, because the file may be closed while the disk is slow.
         file = os.open(self._path, os.O_RDONLY)
@@ -183,10 +200,12 @@ class MetricsFile:
         held = self._held(_HELD_SECONDS)
         with self._lock:
             try:
+                if held:
+                    self._reopen()
                 if self._unwritten and held:
                     self._flush()
             except OSError as error:
-                self._report(error)
+                self.report(error)
             if self._unwritten:
                 lines = self._unwritten.count(b"\n")
                 logger.error("%s: %d lines are lost", self._path, lines)

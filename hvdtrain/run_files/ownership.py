@@ -26,7 +26,6 @@ import errno
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -39,6 +38,7 @@ from hvdtrain.files import FileLock
 from hvdtrain.log import logger
 from hvdtrain.run_files.owner_token import Claim, Token, boot, moved, now, read, who, write
 from hvdtrain.runtime import heartbeat
+from hvdtrain.streams import say
 
 BEAT_SECONDS = 2.0
 STALE_SECONDS = 12.0
@@ -329,8 +329,7 @@ class Ownership:
 
     def _exit(self, reason: str) -> None:
         """Exit at once, because other threads might write."""
-        with suppress(OSError):
-            print(f"hvdtrain: error: {reason}", file=sys.stderr, flush=True)
+        say(f"hvdtrain: error: {reason}")
         os._exit(EXIT_PREEMPTED if self._pace.lease else EXIT_CRASH)
 
     def _write(self, token: Token) -> None:

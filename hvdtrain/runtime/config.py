@@ -14,7 +14,8 @@ class RuntimeConfig:
     """A rank's process.
 
     Args:
-        threads: CPU threads per rank; 0 = OMP_NUM_THREADS if set, otherwise the host's cores
+        threads: CPU threads per rank; 0 = OMP_NUM_THREADS if set, or what a script has given
+            torch.set_num_threads before the run; otherwise the host's cores
             divided by its ranks
         device: `auto` uses a GPU per rank if torch finds any, else CPUs; `cpu` uses CPUs. Ranks on
             GPUs require a Horovod with operations on GPUs, unless there is only one in a run that

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -24,6 +23,8 @@ from hvdtrain.runtime.device import without_kernel
 from hvdtrain.runtime.horovod import HorovodInternalError, hvd
 from hvdtrain.runtime.memory import explained
 from hvdtrain.runtime.mesh import Topology
+from hvdtrain.runtime.signals import restore_default
+from hvdtrain.streams import flush, say
 
 # How long a rank that lost the others waits for its launcher to end it.
 _QUIET_SECONDS = 6.0
@@ -50,8 +51,10 @@ def abort_all_ranks(error: BaseException, topology: Topology) -> NoReturn:
     logger.error("%s: %s", type(error).__name__, error, exc_info=error)
     logging.shutdown()
     error = without_kernel(error) or error
-    # From here on a launcher's SIGTERM ends this rank at once.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # From here on a launcher's SIGTERM ends this rank at once, and a data worker that ends (torch
+    # handles SIGCHLD) raises no error.
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        restore_default(number)
     code = EXIT_CRASH
     if isinstance(error, HorovodInternalError):
         time.sleep(_QUIET_SECONDS)
@@ -79,8 +82,7 @@ def abort_all_ranks(error: BaseException, topology: Topology) -> NoReturn:
 
 def force_exit(code: int) -> NoReturn:
     """End this rank although a library hangs, for which a normal exit would wait."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     leave_horovod()
     os._exit(code)
 
@@ -111,9 +113,8 @@ def leave_horovod(seconds: float = _SHUTDOWN_SECONDS) -> None:
 
 
 def _say(message: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(message + "\n")
-    sys.stderr.flush()
+    flush()
+    say(message)
 
 
 def _end_others(code: int) -> None:

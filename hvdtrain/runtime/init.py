@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from hvdtrain.errors import LauncherError
-from hvdtrain.runtime import environment, machine, pmi, torchrun
+from hvdtrain.runtime import environment, late_ranks, machine, pmi, torchrun
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.horovod import HorovodInternalError, hvd
 from hvdtrain.runtime.mesh import Topology
@@ -24,13 +27,15 @@ def initialize(threads: int = 0, stop: Callable[[], bool] = lambda: False) -> To
 
     Args:
         threads: number of threads for this rank's computations; 0 = by cores and ranks.
-        stop: whether this process was asked to stop; under torchrun it then waits no longer.
+        stop: whether this process was asked to stop; it then waits no longer for other ranks.
 
     Raises:
         LauncherError: Horovod does not fit the launcher.
-        UserError: ranks that torchrun started do not find each other.
+        UserError: ranks that horovodrun or torchrun started do not find each other.
         RankLostError: a rank died meanwhile.
     """
+    if not hvd.is_initialized():
+        late_ranks.wait(stop=stop)
     torchrun.join(stop=stop)
     expected = environment.launched_size()
     try:
@@ -59,14 +64,37 @@ def initialize(threads: int = 0, stop: Callable[[], bool] = lambda: False) -> To
     return Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hosts)
 
 
-def _set_threads(cores: int, sharers: int) -> None:
-    """Set a rank's threads to cores / ranks that may run on them, unless OMP_NUM_THREADS is set.
+_own_threads: int | None = None  # number that `_set_threads` has set
 
-    Ranks that a launcher has bound to processors of their own share these with no rank. Each
-    generation of an elastic run counts again: the number of ranks may have changed.
+
+def _set_threads(cores: int, sharers: int) -> None:
+    """Set a rank's threads to cores / ranks that may run on them, unless the user has set them.
+
+    The user sets OMP_NUM_THREADS, or calls torch.set_num_threads. Ranks that a launcher has bound
+    to processors of their own share these with no rank. Each generation of an elastic run counts
+    again: the number of ranks may have changed.
     """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, cores // sharers))
+    global _own_threads
+    if re.fullmatch(r"[\s\d,]*\d[\s\d,]*", os.environ.get("OMP_NUM_THREADS", "")):
+        return  # OpenMP ignores other values
+    if torch.get_num_threads() in (_own_threads, _default_threads()):
+        _own_threads = max(1, cores // sharers)
+        torch.set_num_threads(_own_threads)
+
+
+def _default_threads() -> int:
+    """Return the number of threads that torch uses if it is not set.
+
+    It is the default of MKL, or else of OpenMP, which a new thread still has.
+    """
+    names = ("MKL_Get_Max_Threads", "omp_get_max_threads")
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        ask = next(getattr(library, name) for name in names if hasattr(library, name))
+    except (OSError, StopIteration):  # another kind of build: it is unknown who has set them
+        return torch.get_num_threads()
+    with ThreadPoolExecutor(1) as pool:
+        return int(pool.submit(ask).result())
 
 
 def is_initialized() -> bool:

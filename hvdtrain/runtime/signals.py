@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -18,6 +19,10 @@ _PAIR_SECONDS = 1.0
 _LAUNCHER_SECONDS = 10.0
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+
+# By which batch systems, users and terminals ask all processes of a job at once to end. A rank's
+# own processes survive them: it needs them for its last step, and ends them itself.
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 # Signals that ask a run to stop, and their handlers in forked children. A batch system also sends
 # SIGUSR1 to children: it would end processes that the last steps need.
@@ -35,6 +40,41 @@ def handle(number: int, handler: Handler) -> None:
     """
     signal.signal(number, handler)
     _replace_in_children({number: signal.SIG_DFL}, lambda installed: installed == handler)
+
+
+def restore_default(number: int) -> None:
+    """Remove the handler of a signal; no effect in a thread, where Python has no access to it."""
+    if _in_main_thread():
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Block the signals of `ASKING` in this thread; a process started meanwhile inherits that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def survive() -> None:
+    """Make this process survive the signals of `ASKING`, and unblock them.
+
+    They are handled, not ignored: programs that this process starts can still be ended by them.
+    """
+    for number in ASKING:
+        handle(number, _survived)
+        signal.siginterrupt(number, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+
+
+def _survived(number: int, frame: FrameType | None) -> None:
+    return
 
 
 def _replace_in_children(
@@ -91,6 +131,11 @@ class StopFlag:
         self._before: dict[int, Any] = {}  # handlers that `install` has replaced
 
     @property
+    def installed(self) -> bool:
+        """Whether signals raise the flag: it was installed, in the main thread."""
+        return bool(self._before)
+
+    @property
     def raised(self) -> bool:
         return self.raised_at is not None
 
@@ -106,14 +151,15 @@ class StopFlag:
         return self.raised
 
     def install(self) -> None:
-        """Install the handlers of both signals; call it in the main thread."""
-        self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
-        _replace_in_children(_SIGNALS, self._is_ours)
+        """Install the handlers of both signals; in a thread no signal raises the flag."""
+        if _in_main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            _replace_in_children(_SIGNALS, self._is_ours)
 
     def ignore(self) -> None:
         """Ignore signals after the work is done: a late signal must not make the end a failure."""
         self._ignored = True
-        for number in _SIGNALS:
+        for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 
     def uninstall(self) -> None:

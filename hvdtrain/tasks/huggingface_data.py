@@ -164,7 +164,7 @@ def _windows(
             "data.document_mask needs token files in which documents are separated: make them "
             "with `hvdtrain data tokenize --separate`"
         )
-    train, validation = packed.windows(context, "huggingface.context")
+    train, validation = packed.windows(context, "huggingface.context", directory.text.vocab_size)
     datasets = Datasets(train, validation, train.fingerprint())
     prompt = validation[0][: min(_PROMPT, context - 1)].tolist()
     return TextData(datasets, context, tokenizer, prompt, separator=separator)

@@ -10,10 +10,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from hvdtrain.data.config import DataConfig
+from hvdtrain.data.file_kinds import described
 from hvdtrain.data.files import expand
 from hvdtrain.data.order import Indices, permute
-from hvdtrain.data.records import JSON_LINES, JsonLines
-from hvdtrain.data.text import json_lines
+from hvdtrain.data.records import JSON_LINES, JsonLines, unicode_problem
+from hvdtrain.data.text import json_lines, text_of
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.huggingface_config import HuggingFaceConfig
 from hvdtrain.untrusted import parse_json
@@ -66,9 +67,12 @@ class Lines:
         return len(self.chosen)
 
     def __getitem__(self, index: int) -> Line:
-        """Raise UserError if the line is not a JSON object."""
+        """Raise UserError if the line is not a JSON object, or has text that is not Unicode."""
         number = int(self.chosen[index])
-        return Line(self.objects[number], self.objects, number)
+        line = Line(self.objects[number], self.objects, number)
+        if problem := unicode_problem(line.content):
+            raise UserError(f"{line.where} {problem}")
+        return line
 
     def split(self, fraction: float) -> tuple[Lines, Lines]:
         """(train, validation): at least one line, in random order, goes to validation."""
@@ -350,10 +354,8 @@ def holds_lines(key: str, patterns: Sequence[str], source: str) -> bool:
     lines = [path for path in files if path.suffix in JSON_LINES.suffixes]
     others = [path for path in files if path.suffix not in JSON_LINES.suffixes]
     if lines and others:
-        raise UserError(
-            f"{key}: {lines[0]} is a {JSON_LINES.name}, and {others[0]} is not: name files of one "
-            "kind"
-        )
+        what = described(others[0]) or "not: name files of one kind"
+        raise UserError(f"{key}: {lines[0]} is a {JSON_LINES.name}, and {others[0]} is {what}")
     if all(path.suffix == ".json" for path in others) and others:
         raise UserError(
             f"{key}: {others[0]} is a JSON file, and as text its raw content would be trained on: "
@@ -383,7 +385,7 @@ def recognize(own: HuggingFaceConfig, data: DataConfig, template: bool) -> LineF
         return text
     found = _with_answers(line, own, template)
     named = own.learn is not None or own.input_key is not None or own.target_key is not None
-    if found is None and not named and isinstance(line.get(data.text_key), str):
+    if found is None and not named and _has_text(line, data.text_key):
         return text
     if found is None:
         keys = ", ".join(line) or "none"
@@ -399,6 +401,14 @@ def recognize(own: HuggingFaceConfig, data: DataConfig, template: bool) -> LineF
             "data.text_key"
         )
     return found
+
+
+def _has_text(line: dict[str, Any], key: str) -> bool:
+    try:
+        text_of(line, key)
+    except ValueError:
+        return False
+    return True
 
 
 def _with_answers(

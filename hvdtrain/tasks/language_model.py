@@ -73,7 +73,8 @@ class LanguageModel:
             for name, source in sources.items()
         }
         self._take_over({name: one.meta for name, one in packed.items()})
-        windows = {name: one.windows(context, "model.context") for name, one in packed.items()}
+        of_windows = context, "model.context", self._vocab_size
+        windows = {name: one.windows(*of_windows) for name, one in packed.items()}
         trains, validations = ({n: pair[i] for n, pair in windows.items()} for i in (0, 1))
         first = next(iter(validations.values()))
         self._prompt = first[0][: min(16, context)].tolist()

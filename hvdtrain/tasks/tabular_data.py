@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hvdtrain.checkpoint.weights import read_weights
+from hvdtrain.data.file_kinds import described
 from hvdtrain.data.files import expand
 from hvdtrain.data.order import permute
 from hvdtrain.data.table_encoding import Column, Columns, Rows, Wanted, classes, read_rows, scan
@@ -212,7 +213,11 @@ def _files(key: str, patterns: Sequence[str]) -> list[Path]:
     files = expand(key, patterns)
     wrong = [file for file in files if file.suffix not in SUFFIXES]
     if wrong:
-        raise UserError(f"{key}: {wrong[0]} is not a table (*{' or *'.join(SUFFIXES)})")
+        content = described(wrong[0])
+        raise UserError(
+            f"{key}: {wrong[0]} is not a table (*{' or *'.join(SUFFIXES)})"
+            + (f", but {content}" if content else "")
+        )
     return files
 
 

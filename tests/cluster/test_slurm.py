@@ -30,6 +30,7 @@ TWO_EACH = ["--nodes=2", "--ntasks-per-node=2"]
 TRAIN = [
     *("--task", "tests.support.tasks:SlowWhile", *runs.TINY, "--train.duration", str(STEPS)),
     *("--checkpoint.every", "1000"),  # the only checkpoint to resume from is the signal's
+    *("--loader.workers", "1"),  # Slurm sends SIGTERM to all processes of a task
 ]
 
 

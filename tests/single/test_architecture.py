@@ -25,7 +25,7 @@ ROWS = [
     {"run_files"},
     {"runtime"},
     {"log", "files", "config_files", "config_checks", "config_renames", "config_tiers"},
-    {"errors", "untrusted", "text"},
+    {"errors", "untrusted", "text", "streams"},
 ]
 LEVEL = {room: -number for number, row in enumerate(ROWS) for room in row}
 # `hvdtrain bench` measures whole programs: it drives the programs of the first row.

@@ -73,6 +73,63 @@ def test_script_with_its_own_loop_is_recognized(text: str, tmp_path: Path) -> No
     assert serves(["python", str(script)]) == (text in OWN_LOOPS)
 
 
+IMPORTS = [
+    "import loop",
+    "from loop import main",
+    "if True:\n    import a.b.deep",
+    "from a.b import deep",
+    "from a import b",
+    "import a.relative",
+    "from namespace.part import loop",
+]
+
+
+@pytest.mark.parametrize("text", [*IMPORTS, "import b", "import loops", "import a, missing"])
+@pytest.mark.parametrize("used", ["hvdtrain.training()", "hvd.elastic.run(print)"])
+def test_loop_in_a_module_that_the_script_imports_is_recognized(
+    text: str, used: str, tmp_path: Path
+) -> None:
+    loop = f"import hvdtrain, horovod.torch as hvd\n{used}"
+    files = {
+        "loop.py": loop,
+        "a/__init__.py": "",
+        "a/relative.py": "from .b import deep",
+        "a/b/__init__.py": "from .. import b\nfrom ..b.deep import other",
+        "a/b/deep.py": loop,
+        "namespace/part/loop.py": loop,
+        "loops.py": "import os\nfrom . import nothing",
+        "main.py": text,
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    command = ["python", "-u", str(tmp_path / "main.py"), "--lr", "0.1"]
+    assert serves(command) == (text in IMPORTS)
+    assert (horovod_script(command) is not None) == (text in IMPORTS and "elastic" in used)
+
+
+def test_module_of_a_project_is_recognized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content in {
+        "project/__main__.py": "from project import loop",
+        "project/__init__.py": "",
+        "project/loop.py": "from hvdtrain import training",
+        "project/tool.py": "import torch",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    assert serves(["python", "-m", "project.loop", "--lr", "0.1"])
+    assert serves(["python", "-u", "-m", "project"])
+    assert capsys.readouterr().err == ""
+    assert not serves(["python", "-m", "project.tool"])
+    assert "if it trains with hvdtrain, set HVDTRAIN_ELASTIC=1" in capsys.readouterr().err
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert serves(["python", "-m", "project.loop"])
+
+
 def test_script_can_request_hvdtrains_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDTRAIN_ELASTIC", "1")
     assert serves(["sh", "script.sh"])

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.job import Finished, Job
+from tests.support.own_loops import PRELOAD
 from tests.support.runs import REPOSITORY, TINY, environment, forked_train
 
 pytestmark = pytest.mark.slow
@@ -26,24 +28,57 @@ class Task(LanguageModel):
 """
 
 
+LOOP = """
+import torch, hvdtrain
+
+
+def main():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hvdtrain.training(model, optimizer, [torch.ones(2)] * 64) as training:
+        for step in training:
+            with step:
+                for batch in step:
+                    step.backward(model(batch).square().mean())
+"""
+
+
 def _run_script(directory: Path, env: dict[str, str], *more: str) -> Finished:
-    keys = [*TINY, *more, "--train.duration", "3", "--run.root", str(directory), "--run.id", "case"]
     script = directory / "script.sh"
-    script.write_text(f"exec {shlex.join([*forked_train(2), *keys])}\n")
+    script.write_text(f"exec {shlex.join([*forked_train(2), *TINY, *more, *_keys(directory)])}\n")
+    return _run(directory, ["sh", str(script)], env)
+
+
+def _keys(directory: Path) -> list[str]:
+    return ["--train.duration", "3", "--run.root", str(directory), "--run.id", "case"]
+
+
+def _run(directory: Path, command: list[str], env: dict[str, str]) -> Finished:
     (directory / "hosts").write_text("localhost:2\n")
     # Horovod's own driver waits for a second host if no interface is given.
     launcher = shlex.split(
         "horovodrun --gloo -np 2 --min-np 2 --max-np 2 --network-interfaces lo"
         f" --host-discovery-script 'cat {directory}/hosts'"
     )
-    argv = [*launcher, "sh", str(script)]
+    argv = [*launcher, *command]
     return Job([], argv, environment(env), directory / "job").wait(120)
 
 
 def test_script_under_horovods_own_driver_fails_with_a_hint(tmp_path: Path) -> None:
     done = _run_script(tmp_path, {})
     assert "HVDTRAIN_ELASTIC=1" in done.stderr, done
+    assert "hvdtrain: Horovod's own elastic driver starts this command" in done.stderr, done
     assert "Traceback" not in done.stderr and done.returncode != 0, done
+
+
+def test_script_that_imports_its_loop_gets_hvdtrains_driver(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text("from loop import main\n\nmain()\n")
+    (tmp_path / "loop.py").write_text(LOOP)
+    keys = ["--batch.global_size", "8", "--telemetry.port", "0", *_keys(tmp_path)]
+    command = [warm.python(2, PRELOAD), str(tmp_path / "main.py"), *keys]
+    done = _run(tmp_path, command, {})
+    assert done.returncode == 0, done
+    assert (tmp_path / "case" / "metrics.jsonl").read_text().count("\n") == 3
 
 
 def test_script_can_request_hvdtrains_driver(tmp_path: Path) -> None:

@@ -226,13 +226,14 @@ value: int = 0
 assert __annotations__["value"] is int and __name__ == "__main__" and __spec__ is None
 atexit.register(check, "at exit")
 threading.Thread(target=check_later).start()
-print(NAME, sys.argv, __file__, flush=True)
+print(NAME, sys.argv, __file__, sys.path, flush=True)
 """
 
 
 def test_script_runs_as_under_python(tmp_path: Path) -> None:
-    (tmp_path / "neighbor.py").write_text("NAME = 'a module next to the script'")
-    (tmp_path / "script.py").write_text(AS_MAIN)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "neighbor.py").write_text("NAME = 'a module next to the script'")
+    (tmp_path / "sub" / "script.py").write_text(AS_MAIN)
     (tmp_path / "fails.py").write_text("import sys\nsys.exit(5)\n")
     env = {name: value for name, value in os.environ.items() if "HOROVOD" not in name}
 
@@ -248,7 +249,7 @@ def test_script_runs_as_under_python(tmp_path: Path) -> None:
         return done.returncode, done.stdout, done.stderr
 
     module = ("-m", "hvdtrain.elastic.horovod_script")
-    expected = run("script.py", "--lr", "1")
+    expected = run("sub/script.py", "--lr", "1")
     assert expected[0] == 0 and "in a thread" in expected[1] and "at exit" in expected[1]
-    assert run(*module, "script.py", "--lr", "1") == expected
+    assert run(*module, "sub/script.py", "--lr", "1") == expected
     assert run(*module, "fails.py") == (5, "", "")

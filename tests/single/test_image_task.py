@@ -135,7 +135,7 @@ def test_image_directory_splits_are_complete_and_disjoint(tmp_path: Path) -> Non
     ("what", "message"),
     [
         ("missing", "data.train: .*/missing: No such file or directory"),
-        ("a file", "data.train: .*/a file: Not a directory"),
+        ("a file", "data.train: .*/a file is neither a directory nor a tar shard"),
         ("no classes", "data.train: .*/no classes has no class directories; .*/CLASS/"),
         ("empty class", r"data.train: class directory .*/empty class/cat has no image \(\*.jpg"),
         ("one each", "too few images to split off validation data"),

@@ -6,16 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.run_files import owner_token
+from hvdtrain.run_files import listing, owner_token
 from hvdtrain.run_files.listing import runs_under
 
 START = {"event": "start", "total_steps": 60, "world_size": 4}
@@ -57,7 +59,7 @@ def root(tmp_path: Path) -> Path:
     _made(root, "diverged", [START, end | {"exit_code": 3}], [_line(9, float("nan"))], 300)
     _made(root, "crashed", [START, end | {"exit_code": 1}], [_line(10)], 400)
     token = _own(_made(root, "shot", [START, end, START, saved], [_line(11)], 500))
-    os.utime(token, (time.time() - 500, time.time() - 500))
+    os.utime(token, (time.time() - 90_000, time.time() - 90_000))
     old = _made(root, "old", [], [_line(12)], 600)
     (old / "events.jsonl").unlink()
     _own(_made(root, "young", [], [], 0))
@@ -119,6 +121,37 @@ def test_table_lists_all_runs_and_columns(
     assert done == ["done", "finished", "60/60", "0.1250", "3", "2", "h"]
     (young,) = [line.split() for line in lines if line.startswith("young")]
     assert young == ["young", "running", "-", "-", "-", "-"]
+
+
+@pytest.mark.parametrize("ahead", [45.0, -45.0, 7200.0])
+def test_run_is_alive_if_its_heartbeats_change_whatever_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    # This host's clock is that many seconds ahead of the file server's.
+    monkeypatch.setattr(listing, "_WATCH_SECONDS", 1.0)
+    token = owner_token.Token("me", 1, 0, "host", 1, "boot", False)
+    ended = threading.Event()
+
+    def write(path: Path, beats: int) -> None:
+        owner_token.write(path, replace(token, beats=beats))
+        os.utime(path, (time.time() - ahead,) * 2)
+
+    def beat() -> None:
+        for beats in count(1):
+            write(tmp_path / "trains" / ".owner", beats)
+            if ended.wait(0.05):
+                return
+
+    for name in ("trains", "killed"):
+        write(_made(tmp_path, name, [START], [_line(7)], 3) / ".owner", 0)
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        states = {run.id: run.state for run in runs_under(tmp_path)}
+    finally:
+        ended.set()
+        beating.join()
+    assert states == {"trains": "running", "killed": "killed"}
 
 
 def test_missing_directory_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,12 +7,13 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
 from hvdtrain.api.flags import unread_words
 from hvdtrain.config import parse
-from tests.support import runs, warm
+from tests.support import own_loops, runs, warm
 from tests.support.scripts import misuse
 
 PRELOAD = "torch._dynamo"  # as soon as a script makes an optimizer: seconds of CPU time
@@ -589,6 +590,17 @@ def test_script_that_configures_logging_sees_each_line_once(tmp_path: Path) -> N
     by_root = re.findall(r"^[A-Z]+:(\w+):(.*)$", done.stderr, re.MULTILINE)
     assert by_root == [("root", "before"), ("hvdtrain", "after")], done
     assert len(re.findall(r"hvdtrain: step 12/12 ", done.stderr)) == 1, done
+
+
+def test_loop_in_a_thread_trains_without_signals_and_says_so(tmp_path: Path) -> None:
+    body = indent(loop_of("docs/own-loops.md"), "    ")
+    start = ["import threading", f"def main():\n{body}", "threading.Thread(target=main).start()"]
+    script = tmp_path / "loop.py"
+    script.write_text("\n".join(start))
+    done = own_loops.start(tmp_path, "a", str(script), "", "--loader.workers", "1")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done
+    assert len(runs.losses(tmp_path / "a")) == 12
+    assert done.stderr.count("SIGUSR1 end the process without a checkpoint") == 1, done
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/own-loops.md"])

@@ -58,6 +58,31 @@ def test_forked_child_is_ended_by_signals_its_rank_handles(
     assert done.stdout.split() == [str(-number)], done
 
 
+# torch's handler raises an error in the main thread when a data worker ends by itself.
+ABORTED = """
+import os, signal, time
+from hvdtrain.errors import UserError
+from hvdtrain.runtime.failure import abort_all_ranks
+from hvdtrain.runtime.mesh import Topology
+
+def ended(number, frame):
+    raise RuntimeError("DataLoader worker exited unexpectedly")
+
+signal.signal(signal.SIGCHLD, ended)
+if os.fork() == 0:
+    time.sleep(0.1)
+    os._exit(1)
+abort_all_ranks(UserError("the reason"), Topology(0, 1, 0, 1, ("host",)))
+"""
+
+
+def test_end_by_an_error_is_not_disturbed_by_a_worker_that_ends() -> None:
+    argv = [sys.executable, "-c", ABORTED]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done
+    assert done.stderr.splitlines()[-1] == "hvdtrain: error: rank 0 on host: the reason"
+
+
 def test_run_ends_despite_forked_processes_left_by_its_dataset(tmp_path: Path) -> None:
     flags = ["--task", "tests.support.tasks:Forking", "--run.root", str(tmp_path)]
     done = runs.run(tmp_path, [*flags, "--telemetry.port", "0"], timeout=40)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 import os
+import random
 import subprocess
+from codecs import BOM_UTF8
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -73,6 +77,53 @@ def test_csv_lines_across_chunk_boundaries_are_read_once(
         np.testing.assert_allclose(_read(parts, name), _read(whole, name))
     for name in ("colour", "shop", "number", "sold"):
         assert _read(parts, name) == _read(whole, name), name
+
+
+@pytest.mark.parametrize("part_bytes", [50, 3000])
+def test_line_breaks_in_quoted_cells_are_read_at_any_border(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    draw = random.Random(0)
+    pieces = ['"', "\n", ",", "\r\n", "a", "word ", '"",', '\n"']
+    texts = ["".join(draw.choices(pieces, k=draw.randrange(9))) for _ in range(600)]
+    texts += ["a\nlong cell " * 99, '5" pipe']
+    rows = [[n, f"x{text}", f'{text}"' if n % 2 else "y"] for n, text in enumerate(texts)]
+    monkeypatch.setattr(tables, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(tables, "_TAIL_BYTES", 20)
+    monkeypatch.setattr(tables, "_CHUNK_BYTES", 30)
+    file = tmp_path / "t.csv"
+    for quoting, start in ((csv.QUOTE_ALL, b""), (csv.QUOTE_MINIMAL, BOM_UTF8)):
+        with open(file, "w", newline="") as opened:
+            csv.writer(opened, quoting=quoting).writerows([["n", "a\n,b", "c"], *rows])
+        file.write_bytes(start + file.read_bytes())
+        table = open_table("k", [file], [])
+        assert len(table.parts) > (file.stat().st_size // part_bytes) // 2
+        assert _read(table, "n") == [row[0] for row in rows]
+        assert [_read(table, name) for name in ("a\n,b", "c")] == [
+            [row[column] for row in rows] for column in (1, 2)
+        ]
+
+
+def test_quoted_cell_without_an_end_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text('n,text\n1,"two\nlines"\n2,"no end\n3,x\n')
+    with pytest.raises(
+        UserError, match=rf"^{file}: cannot be read .the quote in line 4 has no end"
+    ):
+        open_table("k", [file], [])
+
+
+def test_table_of_another_format_is_named(tmp_path: Path) -> None:
+    write(sales(), tmp_path / "t.csv")
+    (tmp_path / "t.csv.gz").write_bytes(gzip.compress((tmp_path / "t.csv").read_bytes()))
+    with pytest.raises(UserError, match=r"t.csv.gz is not a table .*compressed with gzip: decompr"):
+        _rows(["--data.train", str(tmp_path / "t.csv.gz")])
+    (tmp_path / "t.csv").write_text((tmp_path / "t.csv").read_text(), encoding="utf-16")
+    with pytest.raises(UserError, match=r"data.train: .*t.csv is UTF-16 text: convert it"):
+        _rows(["--data.train", str(tmp_path / "t.csv")])
+    (tmp_path / "t.parquet").write_bytes((tmp_path / "t.csv.gz").read_bytes())
+    with pytest.raises(UserError, match=r"t.parquet is compressed with gzip: decompress it"):
+        _rows(["--data.train", str(tmp_path / "t.parquet")])
 
 
 def _read(table: Table, name: str) -> list[Any]:

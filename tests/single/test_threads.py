@@ -20,6 +20,7 @@ PROCESSORS = sorted(os.sched_getaffinity(0))
 def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
+    monkeypatch.setattr(init, "_own_threads", before)
     yield
     torch.set_num_threads(before)
 
@@ -46,6 +47,24 @@ def test_thread_count_set_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     torch.set_num_threads(3)
     assert _initialize(monkeypatch, 2) == 3
+
+
+def test_thread_count_set_by_the_script_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 32)
+    monkeypatch.setattr(init, "_own_threads", None)
+    torch.set_num_threads(init._default_threads() + 1)
+    assert _initialize(monkeypatch, 2) == init._default_threads() + 1
+    torch.set_num_threads(init._default_threads())
+    assert _initialize(monkeypatch, 2) == 16
+
+
+@pytest.mark.parametrize("value", ["", "auto"])
+def test_thread_count_that_openmp_ignores_is_not_set_by_the_user(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 32)
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert _initialize(monkeypatch, 2) == 16
 
 
 def _write(root: Path, **files: str) -> Path:

@@ -132,6 +132,16 @@ def test_rank_is_watched_after_its_watchdog_dies(rank: StartRank, tmp_path: Path
     assert "no progress, no work for 2 s, while WORKING" in (tmp_path / "stacks").read_text()
 
 
+def test_watchdog_survives_signals_to_the_group_of_its_rank(rank: StartRank) -> None:
+    lines = (
+        "from hvdtrain.runtime.signals import ASKING\n"
+        "for number in ASKING: kept._process.send_signal(number)\n"  # while it starts
+        "kept._process.stdin.close()\n"
+        "assert kept._process.wait() == 0"
+    )
+    assert rank(lines).wait(20) == 0
+
+
 def test_rank_waiting_for_its_computing_threads_is_not_killed(rank: StartRank) -> None:
     lines = "with ThreadPoolExecutor(2) as pool: pool.submit(hash_until, time.monotonic() + 5)"
     assert rank(f"work()\n{lines}").wait(20) == 0

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +26,14 @@ from hvdtrain.config import Config
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig, LoaderConfig
 from hvdtrain.data.loader import Loading, TrainLoader
+from hvdtrain.data.workers import WorkerContext
 from hvdtrain.errors import UserError
 from hvdtrain.run.data import build_datasets
 from hvdtrain.runtime.mesh import Group
+from hvdtrain.runtime.signals import ASKING
 from hvdtrain.tasks import Datasets
-from tests.support.runs import REPOSITORY, environment, losses, train
+from tests.support.job import poll, running_children
+from tests.support.runs import REPOSITORY, TINY, environment, forked_train, losses, start, train
 
 SIZE = 37
 
@@ -90,6 +99,123 @@ def test_workers_refuse_an_iterable_dataset_without_a_state() -> None:
 
     with pytest.raises(UserError, match=r"loader\.workers 2: .* without state_dict"):
         build_datasets(Task(), Config(loader=LoaderConfig(2)))  # type: ignore[arg-type]
+
+
+def test_worker_survives_signals_to_its_group_and_ends_with_its_loader() -> None:
+    others = {*multiprocessing.active_children()}
+    loader = _loader(_Drawing(), 1)
+    next(loader.next_step(0))
+    [worker] = {*multiprocessing.active_children()} - others
+    assert worker.pid is not None
+    for number in ASKING:
+        os.kill(worker.pid, number)
+    for step in range(1, 9):
+        next(loader.next_step(step))
+    assert worker.is_alive()
+    loader.close()
+    assert not worker.is_alive()
+
+
+def test_worker_that_survives_signals_is_ended_when_its_rank_exits() -> None:
+    worker = WorkerContext().Process(target=time.sleep, args=(1000,), daemon=True)
+    worker.start()
+    worker.terminate()  # as multiprocessing does when the rank exits
+    worker.join()
+    assert worker.exitcode == -signal.SIGKILL
+
+
+def test_program_that_a_worker_starts_can_be_ended_by_signals() -> None:
+    class Decoded(_Drawing):
+        def __getitem__(self, index: int) -> Tensor:
+            decoder = subprocess.Popen(["sleep", "1000"])
+            decoder.terminate()
+            return torch.tensor(decoder.wait())
+
+    assert next(_loader(Decoded(), 1).next_step(0)).tolist() == [-signal.SIGTERM] * 2
+
+
+@pytest.mark.parametrize("launcher", ["", "gloo:2", "mpirun:2"])
+def test_sigterm_to_all_processes_of_ranks_saves_the_last_step(
+    tmp_path: Path, launcher: str
+) -> None:
+    slow = tmp_path / "slow"
+    slow.touch()
+    flags = ["--task", "tests.support.tasks:SlowWhile", "--train.duration", "200"]
+    where = ["--run.root", str(tmp_path), "--run.id", "run", "--loader.workers", "1"]
+    env = {"HVDTRAIN_TEST_SLOW": f"0.05:{slow}"}
+    ranks = int([*launcher.split(":"), "1"][1])
+    command = forked_train(ranks)
+    job = start(tmp_path / "out", [*TINY, *flags, *where], launcher, env, command)
+    lines = tmp_path / "run" / "metrics.jsonl"
+    poll(lambda: lines.exists() and lines.read_text().count("\n") > 1, 60, "two steps")
+    groups = {
+        os.getpgid(process.pid)
+        for process in running_children(lambda process: str(tmp_path) in process.cmdline())
+        if process.cmdline()[0] == "python"
+    }
+    assert len(groups) == ranks
+    for group in groups:  # rank, workers and watchdog: `kill -TERM -- -GROUP`
+        os.killpg(group, signal.SIGTERM)
+    done = job.wait(60)
+    assert done.returncode == 75, done
+    said = r"asked to stop after step (\d+); the newest checkpoint is of step \1\b"
+    [step] = re.findall(said, done.stdout + done.stderr)
+    assert len(losses(tmp_path / "run")) == int(step)
+    assert "watchdog ended" not in str(done)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_are_forked_whatever_start_method_the_script_sets(method: str) -> None:
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        # A class of a function cannot be sent to a spawned process.
+        class Local(_Drawing):
+            pass
+
+        assert len(next(_loader(Local(), 1).next_step(0))) == 2
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+def test_worker_that_cannot_send_a_sample_ends_the_wait_of_its_rank() -> None:
+    class Functions(_Drawing):
+        def __getitem__(self, index: int) -> Any:
+            return lambda: index
+
+    loading = Loading(LoaderConfig(1), collate=list)
+    loader = TrainLoader(Functions(), 0, BatchConfig(2, 2), Assignment(1, Group(0, 1)), 5, loading)
+    with pytest.raises(UserError, match=r"cannot send a micro-batch .* \(AttributeError: "):
+        next(loader.next_step(0))
+
+
+def test_error_of_the_thread_that_passes_tensors_ends_the_wait() -> None:
+    class Failing(_Drawing):
+        def __getitem__(self, index: int) -> Tensor:
+            # As multiprocessing.resource_sharer does if the process has no free descriptor.
+            sys.excepthook(OSError, OSError("Too many open files"), None)
+            raise AssertionError("the worker continues")
+
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        next(_loader(Failing(), 1).next_step(0))
+
+
+def test_workers_refuse_a_temporary_directory_with_a_long_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    longest = 107 - len("/pymp-12345678/listener-12345678")
+    fits = Path("/tmp", f"hvdtrain-{os.getpid()}".ljust(longest - len("/tmp/"), "x"))
+    fits.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(fits))
+    loader = _loader(_Drawing(), 1)
+    try:
+        assert len(next(loader.next_step(0))) == 2
+    finally:
+        loader.close()
+        shutil.rmtree(fits)
+    monkeypatch.setattr(tempfile, "tempdir", f"{fits}x")
+    with pytest.raises(UserError, match=f"{longest + 1} bytes, .* allow {longest}: set TMPDIR to"):
+        next(_loader(_Drawing(), 1).next_step(0))
 
 
 def test_workers_end_when_their_rank_is_killed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -400,6 +401,19 @@ class FullDisk(Regression):
                     file.write(bytes(512))
         if self._calls == int(self._last) + 1:
             os.remove(self._ballast)
+        return super().loss(model, batch)
+
+
+class Purged(Regression):
+    """Remove the directory HVDTRAIN_TEST_PURGED in step 5. Requires one micro-batch per step."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        _wait_for_checkpoint()
+        self.calls += 1
+        if self.calls == 5:
+            shutil.rmtree(os.environ["HVDTRAIN_TEST_PURGED"])
         return super().loss(model, batch)
 
 

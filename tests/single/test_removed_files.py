@@ -1,0 +1,135 @@
+"""Files of a run that someone removes, moves or replaces while it trains: none stops a save."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import cli, log
+from hvdtrain.checkpoint.config import CheckpointConfig
+from hvdtrain.checkpoint.layout import finished, verify
+from hvdtrain.files import FileLock
+from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.run_files.events_file import EventsFile, read_lines
+from hvdtrain.run_files.metrics_file import MetricsFile
+from hvdtrain.run_files.run_directory import RunDirectory
+from tests.support import runs
+
+
+def _steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_run_whose_directory_is_removed_is_saved_completely(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "purged"
+    flags = [
+        *("--task", "tests.support.tasks:Purged", "--train.duration", "9", "--checkpoint.every"),
+        *("2", "--batch.global_size", "4", "--batch.micro_size", "4", "--telemetry.port", "0"),
+        *("--run.root", str(tmp_path), "--run.id", run.name),
+    ]
+    done = runs.run(tmp_path / "output", flags, env={"HVDTRAIN_TEST_PURGED": str(run)})
+    assert done.returncode == 0, done
+    assert "could not be written" not in done.stderr, done
+    named = re.findall(
+        r"(\S+) was removed or moved while the run trains: it is made again", str(done)
+    )
+    assert {*named} == {
+        str(run / name)
+        for name in ("metrics.jsonl", "ranks.jsonl", "events.jsonl", "config.yaml", "manifest.json")
+    }
+    assert _steps(run / "metrics.jsonl") == [*range(1, 10)]
+    assert [path.name[-1] for path in finished(run / "checkpoints")] == ["6", "8", "9"]
+    for checkpoint in finished(run / "checkpoints"):
+        verify(checkpoint)
+    assert cli.main(["audit", str(run)]) == 0, capsys.readouterr()
+    messages = [line["message"] for line in read_lines(run / "logs" / "rank_00000.jsonl")]
+    assert any("was removed or moved" in message for message in messages)
+
+
+@pytest.mark.parametrize("by", ["removed", "moved", "replaced"])
+def test_metrics_file_keeps_its_lines_if_it_loses_its_name(tmp_path: Path, by: str) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    file = MetricsFile(path, after=0)
+    for step in (1, 2):
+        file.write({"step": step})
+    if by == "removed":
+        path.unlink()
+        path.parent.rmdir()
+    elif by == "moved":
+        path.rename(tmp_path / "old")
+    else:  # as `sed -i` does
+        (tmp_path / "edited").write_bytes(path.read_bytes())
+        (tmp_path / "edited").replace(path)
+    file.sync()
+    file.write({"step": 3})
+    path.unlink()
+    file.roll_back(2)
+    file.write({"step": 3})
+    path.unlink()
+    file.close()
+    assert _steps(path) == [1, 2, 3]
+
+
+def test_events_file_keeps_its_lines_if_it_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "events.jsonl"
+    path.parent.mkdir()
+    events = EventsFile(path)
+    for step in (1, 2):
+        events.write("checkpoint", step=step)
+    path.unlink()
+    path.parent.rmdir()
+    events.write("checkpoint", step=3)
+    assert _steps(path) == [1, 2, 3]
+
+
+def test_metrics_that_cannot_be_written_do_not_stop_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hvdtrain")
+    recorder = RunRecorder(RunDirectory(tmp_path), CheckpointConfig(keep=1))
+    recorder.open(0, None)
+    assert recorder.metrics is not None
+    recorder.metrics.write({"step": 1})
+    recorder.directory.metrics.unlink()
+    recorder.directory.metrics.mkdir()
+    recorder.bring_to_disk()
+    assert "metrics.jsonl cannot be written (Is a directory)" in caplog.text
+    recorder.directory.metrics.rmdir()
+    recorder.bring_to_disk()
+    assert "metrics.jsonl can be written again" in caplog.text
+    assert _steps(recorder.directory.metrics) == [1]
+    recorder.close()
+
+
+def test_log_of_a_rank_continues_after_its_directory_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "rank_00000.jsonl"
+    log.to_file(path.parent, 0, "host")
+    try:
+        logging.getLogger("hvdtrain").info("first")
+        path.unlink()
+        path.parent.rmdir()
+        logging.getLogger("hvdtrain").info("second")
+        assert [line["message"] for line in read_lines(path)] == ["second"]
+    finally:
+        log.close()
+
+
+def test_lock_on_a_removed_file_is_taken_again(tmp_path: Path) -> None:
+    own, other = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    own.open()
+    own.attempt()
+    (tmp_path / "lock").unlink()
+    own.open()
+    own.attempt()
+    other.open()
+    other.attempt()
+    assert own.held and not other.held
+    own.close()
+    other.close()

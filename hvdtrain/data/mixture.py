@@ -78,6 +78,11 @@ class Mixture(Dataset[tuple[Any, int]]):
             "counts": [[step, counts] for step, counts in self._phases],
         }
 
+    @property
+    def has_unknown_sources(self) -> bool:
+        """Whether a source has no fingerprint, so that this one's does not show its content."""
+        return None in map(fingerprint_of, self._sources.datasets.values())
+
     def fingerprint(self) -> str:
         """16 hex digits of the sources' names, lengths and fingerprints, if they have any."""
         digest = hashlib.sha256()

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-# Processors and versions of decoders differ by less, two photographs by more.
+# Of approximate numbers. Processors and versions of decoders differ by less, photographs by more.
 _TOLERANCE = 3e-4
 
-Values = dict[str, float]  # by place in the sample, such as "[1]" or "['label']"
+# By place in the sample, such as "[1]" or "['label']". Exact values, such as of integers and texts,
+# are negative; approximate ones, such as of floating-point numbers and images, are not.
+Values = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -30,19 +32,23 @@ class SampleFacts:
     seeded: dict[str, Values] = field(default_factory=dict)
     unseeded: list[str] = field(default_factory=list)
 
-    def differs_from(self, other: SampleFacts, fixed_only: bool = False) -> str:
-        """The first sample and place that differ, such as "sample 0 [1]"; "": none."""
+    def differences(self, other: SampleFacts, fixed_only: bool = False) -> list[tuple[str, str]]:
+        """(number of the sample, place) of the values that differ; [("0", "['label']")], say."""
+        ignored = {*self.unseeded, *other.unseeded}
         parts = [(self.fixed, other.fixed)]
         if not fixed_only:
             parts.append((self.seeded, other.seeded))
-        for own, theirs in parts:
-            for number, values in own.items():
-                others = theirs.get(number, {})
-                for place, value in values.items():
-                    unseeded = place in self.unseeded or place in other.unseeded
-                    if not unseeded and _differ(value, others.get(place, value)):
-                        return f"sample {number} {place}".rstrip()
-        return ""
+        return [
+            (number, place)
+            for own, theirs in parts
+            for number, values in own.items()
+            for place, value in values.items()
+            if place not in ignored and differ(value, theirs.get(number, {}).get(place, value))
+        ]
+
+    def differs_from(self, other: SampleFacts, fixed_only: bool = False) -> str:
+        """The first sample and place that differ, such as "sample 0 [1]"; "": none."""
+        return "".join(described(*found) for found in self.differences(other, fixed_only)[:1])
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -52,5 +58,13 @@ class SampleFacts:
         return cls(**json.loads(text))
 
 
-def _differ(one: float, other: float) -> bool:
-    return abs(one - other) > _TOLERANCE * max(1.0, abs(one), abs(other))
+def described(number: str, place: str) -> str:
+    """A place in a sample, for messages."""
+    return f"sample {number} {place}".rstrip()
+
+
+def differ(one: float, other: float) -> bool:
+    """Whether two values of one place are not those of the same data."""
+    if one < 0 or other < 0:
+        return one != other
+    return abs(one - other) > _TOLERANCE * max(1.0, one, other)

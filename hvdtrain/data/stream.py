@@ -2,10 +2,10 @@
 
 A rank reads all samples and keeps the samples of its micro-batches, so the global batch does not
 depend on the world size. The position after a step is the same on all ranks, and a function of the
-step alone. If the dataset has `state_dict()` and `load_state_dict()` (the protocol of torchdata's
-StatefulDataLoader), its state after the last step is part of the run's state, and a run that
-resumes reads on from there. Otherwise it reads the epoch again from its beginning, and passes over
-the samples before.
+step alone. It is part of the run's state. If the dataset has `state_dict()` and `load_state_dict()`
+(the protocol of torchdata's StatefulDataLoader), so is its state after the last step, and a run
+that resumes reads on from there. Otherwise it reads the pass again from its beginning, and passes
+over the samples before.
 
 At each start, and at the beginning of each pass of known length, the ranks compare the first
 samples: a dataset that divides or shuffles itself gives each rank other ones.
@@ -13,15 +13,17 @@ samples: a dataset that divides or shuffles itself gives each rank other ones.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from hashlib import sha256
 from inspect import signature
 from itertools import count
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_convert, get_worker_info
+from torch.utils.data import IterableDataset, default_convert
 
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import AHEAD, BatchConfig
@@ -37,7 +39,7 @@ from hvdtrain.data.loader import (
     start_loading,
 )
 from hvdtrain.data.sample_facts import SampleFacts, Values
-from hvdtrain.data.samples import values_of
+from hvdtrain.data.samples import parts_of, values_of
 from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.device import seed_all
@@ -47,6 +49,7 @@ from hvdtrain.runtime.state_part import Scope
 
 Stream = Iterable[Any]  # see has_own_order
 _COMPARED = 16  # samples
+_PASSING_SECONDS = 1.0  # between two signs of a reader that passes over samples
 
 
 def has_state(dataset: object) -> bool:
@@ -57,11 +60,6 @@ def has_state(dataset: object) -> bool:
         and _takes(dataset, "load_state_dict", {})
         and not _shuffles_in_a_buffer(dataset)
     )
-
-
-def keeps_position(dataset: object) -> bool:
-    """Whether the position is part of the run's state: it does not follow from the length."""
-    return has_own_order(dataset) and (has_state(dataset) or length_of(dataset) is None)
 
 
 def _takes(dataset: object, name: str, *arguments: object) -> bool:
@@ -82,17 +80,9 @@ def _shuffles_in_a_buffer(dataset: object) -> bool:
 
     Its state does not have the samples in the buffer, which would be lost.
     """
-    found, seen = [dataset], set[int]()
-    while found:
-        one = found.pop()
-        seen.add(id(one))
-        if type(one).__name__ == "BufferShuffledExamplesIterable":
-            return True
-        # Private names of datasets: tests with its streams notice if they change.
-        inner = [getattr(one, name, None) for name in ("dataset", "_ex_iterable", "ex_iterable")]
-        inner += [*(getattr(one, "ex_iterables", None) or ())]
-        found += [part for part in inner if part is not None and id(part) not in seen]
-    return False
+    # A private name: tests with such streams notice if it changes.
+    name = "BufferShuffledExamplesIterable"
+    return any(type(one).__name__ == name for _, one in parts_of(dataset))
 
 
 def length_of(dataset: object) -> int | None:
@@ -115,6 +105,7 @@ class Position(NamedTuple):
         read: samples read in this pass.
         state: the dataset's state_dict(), as JSON; see runtime/plain_values.py. None: it has none.
         tensors: the tensors in it.
+        begun: without a state: a digest of integers and texts in the first samples of this pass.
     """
 
     samples: int
@@ -122,17 +113,26 @@ class Position(NamedTuple):
     read: int
     state: Any
     tensors: Mapping[str, Tensor]
+    begun: str = ""
 
     @classmethod
-    def of(cls, dataset: Any, samples: int = 0, epoch: int = 0, read: int = 0) -> Position:
-        """The current position of a dataset.
+    def of(
+        cls,
+        dataset: Any,
+        stateful: bool,
+        samples: int = 0,
+        epoch: int = 0,
+        read: int = 0,
+        begun: str = "",
+    ) -> Position:
+        """The current position of a dataset; `stateful`: see `has_state`.
 
         Raises:
             UserError: the state holds something that cannot be saved.
         """
         tensors: dict[str, Tensor] = {}
-        if not has_state(dataset):
-            return cls(samples, epoch, read, None, tensors)
+        if not stateful:
+            return cls(samples, epoch, read, None, tensors, begun)
         name = f"the state_dict() of the dataset {type(dataset).__name__}"
         state = encode(dataset.state_dict(), name, tensors)
         return cls(samples, epoch, read, state, tensors)
@@ -140,8 +140,8 @@ class Position(NamedTuple):
     @classmethod
     def first(cls, dataset: Any) -> Position:
         """The position of a dataset that was not read yet; raises what `of` raises."""
-        found = cls.of(dataset)
-        if found.state is not None:
+        found = cls.of(dataset, stateful := has_state(dataset))
+        if stateful:
             # torchdata's Loader ignores a state that it gets between state_dict() and iter().
             iter(dataset)
         return found
@@ -169,8 +169,8 @@ class StreamState:
             return self._position
         if not self._tensors:
             return None
-        samples, epoch, read, state = json_of(self._tensors)
-        return Position(samples, epoch, read, state, self._tensors)
+        samples, epoch, read, state, *begun = json_of(self._tensors)
+        return Position(samples, epoch, read, state, self._tensors, *begun)
 
     def keep(self, position: Position) -> None:
         self._position, self._tensors = position, None
@@ -180,8 +180,8 @@ class StreamState:
         if self._tensors is None:
             self._tensors = {}
             if self._position is not None:
-                *content, tensors = self._position
-                self._tensors = with_json(content, tensors)
+                *content, tensors, begun = self._position
+                self._tensors = with_json([*content, *([begun] if begun else [])], tensors)
         return self._tensors
 
     def compared(self) -> dict[str, Tensor]:
@@ -209,7 +209,7 @@ class StreamLoader(StepLoader):
         samples: start position, in samples since the run's first; a step begins there.
         batch: sizes of a step and of a micro-batch.
         seed: the run's seed.
-        state: the dataset's position, see `keeps_position`: the loader begins there and updates it.
+        state: the dataset's position: the loader begins there and updates it.
     """
 
     def __init__(
@@ -219,8 +219,8 @@ class StreamLoader(StepLoader):
         batch: BatchConfig,
         assignment: Assignment,
         seed: int,
+        state: StreamState,
         loading: Loading = IN_RANK,
-        state: StreamState | None = None,
     ) -> None:
         self.assignment = assignment
         self._dataset = dataset
@@ -229,7 +229,7 @@ class StreamLoader(StepLoader):
         self._seed = seed
         self._loading = loading
         self._state = state
-        self._items: Iterator[_Item | UserError] = iter(())
+        self._items: Iterator[_Item | UserError | None] = iter(())
         self._assigned: list[int] | None = None
         self._reached: Position | None = None  # after the step in progress
         self._first: dict[str, Values] = {}  # samples to compare, read in the step in progress
@@ -244,15 +244,13 @@ class StreamLoader(StepLoader):
         return self._micro_batches(step)
 
     def _micro_batches(self, step: int) -> Iterator[Batch]:
-        for j in range(self._batch.micro_batches) if self._state is None else self.assignment:
-            item = self._take()
-            if self._state is not None:
-                seed_all(self._seed, step, j)
-            if item.batch is not None:
-                yield item.batch
+        for j in self.assignment:
+            batch = self._take().batch
+            seed_all(self._seed, step, j)
+            yield batch
 
     def end_step(self) -> SampleFacts | None:
-        if self._state is not None and self._reached is None:
+        if self._reached is None:
             self._take()  # this rank has no micro-batch
         return SampleFacts(self._first) if self._first else None
 
@@ -261,35 +259,34 @@ class StreamLoader(StepLoader):
 
     def advance(self) -> None:
         self._samples += self._batch.global_size
-        if self._state is not None and self._reached is not None:
+        if self._reached is not None:
             self._state.keep(self._reached)
             self._reached = None
 
     @property
     def passes(self) -> float:
-        position = self._state.position if self._state is not None else None
+        position = self._state.position
         return float(position.epoch) if position is not None else 0.0
 
     def close(self) -> None:
         self._items = iter(())
 
     def _take(self) -> _Item:
-        item = next(self._items)
+        while (item := next(self._items)) is None:
+            heartbeat.HEARTBEAT.beat(Activity.WORKING)
         if isinstance(item, UserError):
             raise item
         self._reached = item.reached
         self._first |= item.first
         return item
 
-    def _begin(self, step: int) -> Iterator[_Item | UserError]:
+    def _begin(self, step: int) -> Iterator[_Item | UserError | None]:
         self.close()
-        loading, state = self._loading, self._state
-        position = None if state is None else state.position
-        start = _Start(step, self._samples, position)
+        loading = self._loading
+        start = _Start(step, self._samples, self._state.position)
         reader = _Reader(
-            self._dataset, self._batch, self._seed, loading.collate, state is not None, start,
-            self.assignment,
-        )  # fmt: skip
+            self._dataset, self._batch, self._seed, loading.collate, start, self.assignment
+        )
         config = loading.config
         if not config.workers and not loading.pin_memory:
             return map(default_convert, reader)  # what a DataLoader does, without its overhead
@@ -301,9 +298,9 @@ class _Item(NamedTuple):
     """What a reader reads at a time.
 
     Args:
-        batch: None: it belongs to another rank.
+        batch: None: this rank has none in the step.
         reached: with a step's last item, the position after the step.
-        first: samples to compare, by their number in the run; with a state, of the whole step.
+        first: with a step's last item, samples to compare, by their number in the run.
     """
 
     batch: Batch | None
@@ -329,12 +326,11 @@ class _Start(NamedTuple):
 class _Reader(IterableDataset[Any]):
     """Endless micro-batches of a run, read in order, pass after pass over the dataset.
 
-    Without positions, there is an item for each micro-batch. With positions, there is one for each
-    of this rank's micro-batches, or one per step if it has none. An item may also be a UserError:
-    raised in a worker, it would become a traceback.
+    There is an item for each of this rank's micro-batches, or one per step if it has none. An item
+    may also be a UserError: raised in a worker, it would become a traceback. None says that the
+    reader passes over samples.
 
     Args:
-        positions: see `keeps_position`.
         own: numbers of this rank's micro-batches in a step.
     """
 
@@ -344,7 +340,6 @@ class _Reader(IterableDataset[Any]):
         batch: BatchConfig,
         seed: int,
         collate: Callable[[list[Any]], Batch],
-        positions: bool,
         start: _Start,
         own: Container[int],
     ) -> None:
@@ -352,7 +347,8 @@ class _Reader(IterableDataset[Any]):
         self._batch = batch
         self._seed = seed
         self._collate = collate
-        self._positions = positions
+        # Of a dataset without a state, samples beyond its length are left out.
+        self._stateful = has_state(dataset)
         self._start = start
         self._own = own
         self._name = type(dataset).__name__
@@ -362,11 +358,13 @@ class _Reader(IterableDataset[Any]):
         self._pass: Iterator[Any] | None = None  # None: the next sample begins a pass
         self._to_compare = 0  # number of the next samples that the ranks compare
         self._compared: dict[str, Values] = {}
+        self._begun = ""  # see Position
+        self._expected: Position | None = None  # whose `begun` this pass must have
 
     def __iter__(self) -> Iterator[Any]:
         batch = self._batch
         try:
-            self._begin()
+            yield from self._begin()
             self._to_compare, self._compared = _COMPARED, {}
             for step in count(self._start.step):
                 last: Batch | None = None
@@ -374,20 +372,22 @@ class _Reader(IterableDataset[Any]):
                     self._seed_for(step, j)
                     samples = self._take(batch.micro_samples)
                     own = self._collate(samples) if j in self._own else None
-                    if not self._positions:
-                        yield _Item(own, None, self._take_compared())
-                    elif own is not None:
+                    if own is not None:
                         if last is not None:
                             yield _Item(last, None, {})
                         last = own
-                if self._positions:
-                    reached = Position.of(self._dataset, self._samples, self._epoch, self._read)
-                    yield _Item(last, reached, self._take_compared())
+                place = self._samples, self._epoch, self._read
+                compared, self._compared = self._compared, {}
+                reached = Position.of(self._dataset, self._stateful, *place, self._begun)
+                yield _Item(last, reached, compared)
         except UserError as error:
             yield error
 
-    def _begin(self) -> None:
-        """Go to the start; if the dataset's position there is unknown, read from the epoch's."""
+    def _begin(self) -> Iterator[None]:
+        """Go to the start, and yield on the way.
+
+        If the dataset's position there is unknown, it is read from the beginning of the epoch.
+        """
         _, samples, position = self._start
         if position is not None and position.samples:
             if position.samples > samples:
@@ -395,10 +395,11 @@ class _Reader(IterableDataset[Any]):
                     f"the data is at sample {position.samples}, the run at {samples}"
                 )
             self._samples, self._epoch, self._read = position[:3]
-            if position.state is None:  # the pass is read again
+            if position.state is None or not self._stateful:  # the pass is read again
                 self._samples, self._read = self._samples - self._read, 0
+                self._expected, position = position, None
             self._begin_pass(position)
-            self._read_until(samples)
+            yield from self._read_until(samples)
             return
         self._first = position
         if not samples:
@@ -410,19 +411,21 @@ class _Reader(IterableDataset[Any]):
             )
         self._epoch, read = divmod(samples, self._size)
         self._samples = samples - read
-        self._read_until(samples)
+        yield from self._read_until(samples)
 
-    def _read_until(self, samples: int) -> None:
+    def _read_until(self, samples: int) -> Iterator[None]:
+        said = time.monotonic()
         while self._samples < samples:
             number, begun = divmod(self._samples, self._batch.micro_samples)
             if not begun:
                 self._seed_for(*divmod(number, self._batch.micro_batches))
-                if get_worker_info() is None:
-                    heartbeat.HEARTBEAT.beat(Activity.WORKING)
             self._take(min(self._batch.micro_samples - begun, samples - self._samples))
+            if time.monotonic() > said + _PASSING_SECONDS:
+                said = time.monotonic()
+                yield None
 
     def _seed_for(self, step: int, number: int) -> None:
-        seed_all(self._seed, step, number, *([LOADING_SEED] if self._positions else []))
+        seed_all(self._seed, step, number, LOADING_SEED)
 
     def _begin_pass(self, position: Position | None) -> None:
         set_epoch = getattr(self._dataset, "set_epoch", None)
@@ -430,8 +433,9 @@ class _Reader(IterableDataset[Any]):
             set_epoch(self._epoch)
         if self._size is not None:  # else the ranks may begin it in different steps
             self._to_compare = _COMPARED
-        if position is not None and position.state is not None:
+        if position is not None and self._stateful:
             self._dataset.load_state_dict(decode(position.state, position.tensors))
+        self._begun = ""
         seed_all(self._seed, self._epoch, 0, EPOCH_SEED)
         self._pass = iter(self._dataset)
 
@@ -440,7 +444,7 @@ class _Reader(IterableDataset[Any]):
         found: list[Any] = []
         while len(found) < count:
             wanted = count - len(found)
-            if self._size is not None and not self._positions:
+            if self._size is not None and not self._stateful:
                 wanted = min(wanted, self._size - self._read)  # the samples beyond are left out
             if self._pass is None:
                 self._begin_pass(self._first)
@@ -461,18 +465,42 @@ class _Reader(IterableDataset[Any]):
                     f"the dataset {self._name} has no samples in epoch {self._epoch}: after the "
                     "end of a pass, iter() must begin the next one"
                 )
-            if ended or (self._read == self._size and not self._positions):
+            if ended or (self._read == self._size and not self._stateful):
                 self._end_pass()
         return found
 
     def _note(self, samples: Sequence[Any]) -> None:
-        for number, sample in enumerate(samples[: self._to_compare], self._samples):
-            self._compared[str(number)] = values_of(sample)
+        for number, sample in enumerate(samples):
+            of_pass = not self._stateful and self._read + number < _COMPARED
+            if not of_pass and number >= self._to_compare:
+                break
+            with suppress(Exception):  # whatever a property of a sample raises
+                values = values_of(sample)
+                if number < self._to_compare:
+                    self._compared[str(self._samples + number)] = values
+                if of_pass:
+                    exact = sorted((place, v) for place, v in values.items() if v < 0)
+                    self._begun = sha256(f"{self._begun} {exact}".encode()).hexdigest()[:8]
+            self._check_begun(self._read + number + 1)
         self._to_compare = max(0, self._to_compare - len(samples))
 
-    def _take_compared(self) -> dict[str, Values]:
-        compared, self._compared = self._compared, {}
-        return compared
+    def _check_begun(self, read: int) -> None:
+        """Check a pass that is read again, at the position until which `begun` was computed."""
+        before = self._expected
+        if (
+            before is None
+            or self._stateful
+            or not before.begun
+            or read != min(before.read, _COMPARED)
+        ):
+            return
+        self._expected = None
+        if self._begun != before.begun:
+            raise UserError(
+                f"the dataset {self._name} begins pass {self._epoch} with other samples than "
+                f"before, so it cannot continue after sample {before.read} of it: give its "
+                "shuffle a seed, or begin another run.id"
+            )
 
     def _end_pass(self) -> None:
         self._epoch += 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hvdtrain.data.sample_facts import SampleFacts
@@ -48,7 +49,9 @@ class Identity:
             return (
                 f"the training data here is not the data of {host}: {place} differs. Every rank "
                 "must build the same dataset: sort what comes from a set, give random_split a "
-                "generator with a seed, and let no sampler divide the samples among ranks"
+                "generator with a seed, and let no sampler divide the samples among ranks. If the "
+                "difference is intended, give the dataset an attribute fingerprint, which is "
+                "compared instead"
             )
         if self.precision != other.precision:
             return (
@@ -69,6 +72,17 @@ class Identity:
                 "the environment of all ranks"
             )
         return ""
+
+
+def without_unseeded(identities: Sequence[Identity]) -> list[Identity]:
+    """The same identities, in which what differs each time that one of them reads it is ignored.
+
+    A process may have drawn the same random number each time.
+    """
+    facts = {text: SampleFacts.from_json(text) for text in {one.read for one in identities} if text}
+    unseeded = sorted({place for one in facts.values() for place in one.unseeded})
+    read = {text: replace(one, unseeded=unseeded).to_json() for text, one in facts.items()}
+    return [replace(one, read=read.get(one.read, "")) for one in identities]
 
 
 def _differing(own: str, other: str) -> str:

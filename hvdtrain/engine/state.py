@@ -221,7 +221,8 @@ class RunState:
             raise UserError(
                 f"{place} of the training data is not what it was at the checkpoint of step "
                 f"{step}: the curve could not be continued. Give the run the same data (with "
-                "random_split, a generator with a seed), or use another run.id"
+                "random_split, a generator with a seed), or use another run.id. If the change is "
+                "intended, give the dataset an attribute fingerprint, which is compared instead"
             )
 
     def _advance_to(self, progress: Progress) -> None:

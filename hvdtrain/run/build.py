@@ -259,13 +259,15 @@ def build_loop(
     plan = ReplayPlan(every, topology.rank, topology.hosts)
     dataset, samples = components.datasets.train, state.progress.samples
     assignment = Assignment(config.batch.micro_batches, context.mesh.data, context.mesh.shard)
-    source = samples, config.batch, assignment, config.seed, components.loading()
+    source = samples, config.batch, assignment, config.seed
     loader: StepLoader
     replay = None
     if has_own_order(dataset):
-        loader = StreamLoader(dataset, *source, components.prepared.stream)
+        assert components.prepared.stream is not None
+        loader = StreamLoader(dataset, *source, components.prepared.stream, components.loading())
     else:
-        loader = indexed = TrainLoader(dataset, *source, buckets, plan.replayed)
+        loading = components.loading()
+        loader = indexed = TrainLoader(dataset, *source, loading, buckets, plan.replayed)
         if plan.every and topology.world_size > 1 and actions is not None:
             assert isinstance(passes, Accumulate)
             trained, progress = exchange.trained, state.progress

@@ -9,7 +9,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import has_own_order
-from hvdtrain.data.stream import has_state, keeps_position, length_of
+from hvdtrain.data.stream import has_state, length_of
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import Datasets, Task
 
@@ -52,12 +52,6 @@ def build_datasets(task: Task, config: Config) -> Datasets:
         if size == 0:
             raise UserError(f"task {config.task}: the {name} data has no samples")
     workers = config.loader.workers
-    if workers and has_own_order(datasets.train) and not keeps_position(datasets.train):
-        raise UserError(
-            f"loader.workers {workers}: the training data is an IterableDataset "
-            "without state_dict and load_state_dict, which each rank reads itself: use 0, or add "
-            "these methods"
-        )
     if workers > 1 and has_own_order(datasets.train):
         note = (
             f"loader.workers {workers}: one process reads ahead, because each would have to read "
@@ -91,7 +85,7 @@ def _refuse_loaders(dataset: object, name: str) -> None:
     if has_state(dataset) and dataset.batch_size is None and not divided:
         return
     raise UserError(
-        f"the {name} data is a {type(dataset).__name__}, whose batches would count as samples: "
-        "give its .dataset. batch.global_size and batch.micro_size set the batches, and hvdtrain "
+        f"the {name} data is a {type(dataset).__name__}, not a dataset of samples: give its "
+        ".dataset. batch.global_size and batch.micro_size set the batches, and hvdtrain "
         "shuffles the samples and divides them among the ranks, without a DistributedSampler"
     )

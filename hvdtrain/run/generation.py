@@ -19,7 +19,7 @@ from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Settings
 from hvdtrain.data.files import files_of
 from hvdtrain.elastic.membership import Membership
-from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity
+from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity, without_unseeded
 from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.integrity import TensorHash
 from hvdtrain.engine.loop import Interruptions, Loop, Progress, SpikeRollback, Step
@@ -190,9 +190,9 @@ class Generation:
         source = most_advanced(self._statuses)
         theirs = facts[source or 0]
         if source is None:  # otherwise the launcher has compared identities
-            expected, host = Identity(**theirs["identity"]), topology.hosts[0]
-            identities = (Identity(**fact["identity"]) for fact in facts)
-            raise_first([own.differs_from(expected, host) for own in identities])
+            expected, *others = without_unseeded([Identity(**fact["identity"]) for fact in facts])
+            host = topology.hosts[0]
+            raise_first(["", *(own.differs_from(expected, host) for own in others)])
         persistent.take_run_id(theirs["run"])
         return source, [ExporterAddress(*fact["target"]) for fact in facts]
 

@@ -10,9 +10,10 @@ import torch
 from hvdtrain import comm
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import has_own_order
-from hvdtrain.data.sample_facts import SampleFacts
-from hvdtrain.data.samples import facts_of, open_files
-from hvdtrain.data.stream import Position, StreamState, keeps_position
+from hvdtrain.data.mixture import Mixture
+from hvdtrain.data.sample_facts import SampleFacts, described
+from hvdtrain.data.samples import UNSEEDED, facts_of, open_files
+from hvdtrain.data.stream import Position, StreamState
 from hvdtrain.elastic.status import Identity
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.memory import CompileClock
@@ -179,12 +180,7 @@ def prepare(
     stream = on_all_ranks("data_position", lambda: _build_stream(settings.config, datasets))
     samples = on_all_ranks("samples", lambda: _read_samples(settings.config, datasets))
     if samples is not None and samples.unseeded and topology.rank == 0:
-        logger.warning(
-            "%s of the training samples differs each time it is read: the dataset draws random "
-            "numbers of its own, so the curve cannot be reproduced. In __getitem__, use the "
-            "global generators of torch, NumPy or Python, which are seeded for each micro-batch",
-            ", ".join(place or "the value" for place in samples.unseeded),
-        )
+        logger.warning(UNSEEDED, described("0", samples.unseeded[0]))
     workers = settings.config.loader.workers
     if workers and topology.rank == 0 and (files := open_files(datasets.train)):
         logger.warning(
@@ -216,14 +212,16 @@ def _build_precision(config: Config, device: torch.device) -> Precision:
 
 
 def _read_samples(config: Config, datasets: Datasets) -> SampleFacts | None:
-    if datasets.fingerprint is not None or has_own_order(datasets.train):
+    train = datasets.train
+    unknown = isinstance(train, Mixture) and train.has_unknown_sources
+    if has_own_order(train) or (datasets.fingerprint is not None and not unknown):
         return None
     return facts_of(datasets.train, config.seed, config.loader)
 
 
 def _build_stream(config: Config, datasets: Datasets) -> StreamState | None:
     """Return the position of the training data at its start, if it is part of the run's state."""
-    if not keeps_position(datasets.train):
+    if not has_own_order(datasets.train):
         return None
     # With workers, this process never reads it: it always is as it was built.
     return StreamState(None if config.loader.workers else Position.first(datasets.train))

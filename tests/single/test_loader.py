@@ -21,7 +21,7 @@ from hvdtrain.data.assignment import Assignment, by_speed, even
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.loader import StepLoader, TrainLoader, has_own_order, to_device
 from hvdtrain.data.order import sample_order
-from hvdtrain.data.stream import StreamLoader
+from hvdtrain.data.stream import StreamLoader, StreamState
 from hvdtrain.data.validation import validation_batches, validation_places
 from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.run.data import build_datasets
@@ -175,13 +175,19 @@ def test_dataset_randomness_is_independent_of_world_size_and_restart(
     def steps(rank: int, world_size: int, first: int) -> dict[tuple[int, int], list[list[float]]]:
         assignment = Assignment(4, Group(rank, world_size))
         source = data()
-        kind: Any = StreamLoader if has_own_order(source) else TrainLoader
-        loader: StepLoader = kind(source, first * 8, BatchConfig(8, 2), assignment, SEED)
+        place = source, first * 8, BatchConfig(8, 2), assignment, SEED
+        loader: StepLoader = (
+            StreamLoader(*place, StreamState(None))
+            if has_own_order(source)
+            else TrainLoader(*place)
+        )
         seen = {}
         for step in range(first, 6):
             for j, batch in zip(loader.assignment, loader.next_step(step), strict=True):
                 seen[step, j] = batch.tolist()
                 torch.rand(3)  # as a forward pass with dropout
+            loader.end_step()
+            loader.advance()
         return seen
 
     alone = steps(0, 1, 0)
@@ -192,7 +198,9 @@ def test_dataset_randomness_is_independent_of_world_size_and_restart(
 
 
 def test_iterable_dataset_is_read_epoch_by_epoch() -> None:
-    loader = StreamLoader(_Stream(), 0, BatchConfig(8, 2), Assignment(4, Group(0, 1)), SEED)
+    loader = StreamLoader(
+        _Stream(), 0, BatchConfig(8, 2), Assignment(4, Group(0, 1)), SEED, StreamState(None)
+    )
     seen = [int(row[0]) for step in range(5) for batch in loader.next_step(step) for row in batch]
     assert [number // 100 for number in seen] == [0] * 13 + [1] * 13 + [2] * 13 + [3]
     epochs = [[n % 100 for n in seen[start : start + 13]] for start in (0, 13)]
@@ -225,11 +233,16 @@ class _Short(_Stream):
 @pytest.mark.parametrize("rank", range(6))
 def test_all_ranks_report_iterable_dataset_that_ends_early(rank: int) -> None:
     message = "the dataset _Short ended after 18 samples, but its __len__.* says 20"
-    loader = StreamLoader(_Short(), 0, BatchConfig(8, 2), Assignment(4, Group(rank, 6)), SEED)
+    loader = StreamLoader(
+        _Short(), 0, BatchConfig(8, 2), Assignment(4, Group(rank, 6)), SEED, StreamState(None)
+    )
     for step in range(2):
         list(loader.next_step(step))
+        loader.end_step()
+        loader.advance()
     with pytest.raises(UnsupportedTaskError, match=message):
         list(loader.next_step(2))
+        loader.end_step()
     with pytest.raises(UnsupportedTaskError, match=message):
         list(validation_batches(_Short(), validation_places(20, 2), Group(rank, 6), SEED))
 

@@ -154,7 +154,7 @@ def _stream(paths: list[str], workers: int, step: int = 0) -> StreamLoader:
     shard, sample = divmod(read, OF_SHARD)
     state = StreamState(Position(samples, epoch, read, {"shard": shard, "sample": sample}, {}))
     assignment = Assignment(BATCH.micro_batches, Group(0, 1))
-    return StreamLoader(dataset, samples, BATCH, assignment, 1, _loading(workers), state)
+    return StreamLoader(dataset, samples, BATCH, assignment, 1, state, _loading(workers))
 
 
 def _records(directory: str, workers: int) -> TrainLoader:

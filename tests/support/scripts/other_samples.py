@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import datasets as huggingface
+import numpy as np
 import torch
 import webdataset
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import TensorDataset, random_split
 from torch.utils.data.distributed import DistributedSampler
 
 import hvdtrain
@@ -53,17 +54,20 @@ DATA = {
     "shuffle without a seed": lambda: stream().shuffle(buffer_size=30),
     "shards": lambda: shards().with_length(96),
     "sampler": divided,
-    "loader": lambda: DataLoader(TensorDataset(ROWS), batch_size=8),
+    "measured": lambda: webdataset.DataPipeline(lambda: iter(ROWS)).with_length(96),
+    "random": lambda: webdataset.DataPipeline(
+        lambda: ((row + 0.1 * np.random.default_rng().random(), int(row)) for row in ROWS)
+    ),
     "seeded": lambda: stream().shuffle(seed=3, buffer_size=30),
 }
+data = DATA[os.environ["HVDTRAIN_TEST_DATA"]]()
 torch.manual_seed(0)
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
-data = DATA[os.environ["HVDTRAIN_TEST_DATA"]]()
 with hvdtrain.training(model, optimizer, data, argv=sys.argv[1:]) as training:
     for step in training:
         with step:
-            for batch in step:
+            for batch in [next(iter(step))] if "BREAK" in os.environ else step:
                 x = batch["x"] if isinstance(batch, dict) else batch
                 x = x[0] if isinstance(x, (list, tuple)) else x
                 step.backward(model(x.float()).square().mean())

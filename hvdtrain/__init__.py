@@ -6,19 +6,31 @@ In a notebook or a script, `hvdtrain.run(...)` starts a run and waits for its en
 
 from __future__ import annotations
 
-import sys
-
-if sys.argv[:1] == ["-m"] and any("hvdtrain." in word for word in sys.orig_argv):
-    # `python -m hvdtrain.train` or another module, which is being located. Python has put the
-    # current directory first: a queue.py there would take the place of Python's.
-    import os
-
-    if sys.path[:1] == [os.getcwd()]:
-        _installed = (i for i, path in enumerate(sys.path) if path.endswith("-packages"))
-        sys.path.insert(next(_installed, len(sys.path)) - 1, sys.path.pop(0))
-
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
+
+
+def _put_python_first() -> None:
+    """Let modules of the current directory come after Python's own, before installed ones.
+
+    `python -m hvdtrain.train` puts that directory first: a queue.py there would be imported in
+    place of Python's.
+    """
+    # While Python locates the module that it runs, argv[0] is "-m".
+    if sys.argv[:1] != ["-m"] or not any("hvdtrain." in word for word in sys.orig_argv):
+        return
+    try:
+        first = sys.path[:1] == [os.getcwd()]
+    except OSError:  # it was removed
+        return
+    if first:
+        installed = (i for i, path in enumerate(sys.path) if path.endswith("-packages"))
+        sys.path.insert(next(installed, len(sys.path)) - 1, sys.path.pop(0))
+
+
+_put_python_first()
 
 if TYPE_CHECKING:
     from hvdtrain.api.run import Run as Run

@@ -59,7 +59,8 @@ class _WorkerQueue(queues.Queue):
                 item[0],
                 UserError(
                     f"a process of loader.workers cannot send a micro-batch to its rank ({what}): "
-                    "let the dataset return what pickle can send, or set loader.workers to 0"
+                    "let the dataset return what pickle can send, allow more open files "
+                    "(ulimit -n) if they are the reason, or set loader.workers to 0"
                 ),
             )
         )

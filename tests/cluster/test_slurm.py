@@ -30,7 +30,6 @@ TWO_EACH = ["--nodes=2", "--ntasks-per-node=2"]
 TRAIN = [
     *("--task", "tests.support.tasks:SlowWhile", *runs.TINY, "--train.duration", str(STEPS)),
     *("--checkpoint.every", "1000"),  # the only checkpoint to resume from is the signal's
-    *("--loader.workers", "1"),  # Slurm sends SIGTERM to all processes of a task
 ]
 
 
@@ -321,6 +320,16 @@ def test_job_is_not_requeued_beyond_the_cap(slurm: Slurm, submit: Submit) -> Non
     run.wait("FAILED")
     assert slurm.field(run.job, "ExitCode") == "75:0"
     assert f"--run.id slurm-{run.job}" in run.log
+
+
+@pytest.mark.soak
+def test_sigterm_to_all_processes_of_tasks_with_data_workers_saves(
+    slurm: Slurm, submit: Submit, undisturbed: SlurmRun
+) -> None:
+    # Without warm.py: its ranks are no processes of Slurm's tasks.
+    run = submit("workers", more=["--loader.workers", "1"], VENV=sys.prefix)
+    log = run.restarted_by(lambda: slurm.run("scancel", "--signal=TERM", str(run.job)))
+    _check_nothing_lost(run, log, undisturbed)
 
 
 @pytest.mark.soak

@@ -73,9 +73,8 @@ class StepLoader(ABC):
         """This rank's micro-batches of the next step, in the order of `assignment`.
 
         Random numbers are seeded before each micro-batch is loaded, and again before the forward
-        pass (except for an iterable dataset without a state, whose forward passes continue with the
-        numbers of the loading): the numbers drawn depend on the position in the run, and not on the
-        process that loads.
+        pass: the numbers drawn depend on the position in the run, and not on the process that
+        loads.
 
         Args:
             step: its number in the run, from 0.

@@ -326,7 +326,7 @@ def test_job_is_not_requeued_beyond_the_cap(slurm: Slurm, submit: Submit) -> Non
 def test_sigterm_to_all_processes_of_tasks_with_data_workers_saves(
     slurm: Slurm, submit: Submit, undisturbed: SlurmRun
 ) -> None:
-    # Without warm.py: its ranks are no processes of Slurm's tasks.
+    # Without warm.py: Slurm does not know the ranks that it forks.
     run = submit("workers", more=["--loader.workers", "1"], VENV=sys.prefix)
     log = run.restarted_by(lambda: slurm.run("scancel", "--signal=TERM", str(run.job)))
     _check_nothing_lost(run, log, undisturbed)

@@ -258,6 +258,8 @@ class Training:
             state is saved, sent to new ranks and compared like the model.
     """
 
+    _of_this_process: ClassVar[set[tuple[Path, str]]] = set()  # directory and run.id
+
     def __init__(
         self,
         settings: Settings,
@@ -290,6 +292,7 @@ class Training:
             if self._settings.config.runtime.standalone:
                 forget_launcher()
             check_not_left_mpi()
+            self._refuse_second_run()
             prepare_environment(self._settings.config)
             self._session = Session(
                 self._settings, self._stop, self._began, self._script, lambda: self._finish
@@ -361,6 +364,20 @@ class Training:
             raise raised
         if self._code and not continues:
             raise SystemExit(self._code)
+
+    def _refuse_second_run(self) -> None:
+        """Refuse a run.id that this script has used; in a notebook, a cell may continue its run."""
+        run = self._settings.config.run
+        if run.id is None or _interactive():
+            return
+        own = Path(run.root).absolute(), run.id
+        if own in self._of_this_process:
+            raise UserError(
+                f"run.id {run.id}: this script has trained it already, so that this loop would "
+                "continue it, with its weights. Give each run of a script, such as the folds of a "
+                'cross-validation, its own run.id: hvdtrain.training(..., config={"run.id": name})'
+            )
+        self._of_this_process.add(own)
 
     def _clean_up(self) -> None:
         if self._guard is not None:

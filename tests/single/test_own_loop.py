@@ -483,6 +483,16 @@ def test_what_a_script_computes_differently_on_each_rank_is_named(
     assert "the script computes it differently on each rank" in done.stderr, done
 
 
+def test_second_run_of_the_same_name_in_a_process_is_refused(tmp_path: Path) -> None:
+    argv = [*FLAGS, "--run.root", str(tmp_path)]
+    command = [warm.python(2, PRELOAD), str(SCRIPTS / "two_runs.py")]
+    env = {"HVDTRAIN_TEST_NAMES": "fold fold"}
+    done = runs.start(tmp_path / "output", argv, "gloo:2", env, command).wait(SECONDS)
+    assert done.returncode == 2, done
+    assert done.stderr.count("run.id fold: this script has trained it already") == 1, done
+    assert len(curve(tmp_path / "fold")) == 12
+
+
 @pytest.mark.parametrize("launcher", ["gloo:2", "mpirun:2"])
 def test_second_run_of_a_process_trains_or_is_refused(tmp_path: Path, launcher: str) -> None:
     argv = [*FLAGS, "--run.root", str(tmp_path)]

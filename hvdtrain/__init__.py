@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 
 def _put_python_first() -> None:
-    """Let modules of the current directory come after Python's own, before installed ones.
+    """Let Python's own modules come before those of the current directory.
 
     `python -m hvdtrain.train` puts that directory first: a queue.py there would be imported in
     place of Python's.
@@ -21,13 +21,9 @@ def _put_python_first() -> None:
     # While Python locates the module that it runs, argv[0] is "-m".
     if sys.argv[:1] != ["-m"] or not any("hvdtrain." in word for word in sys.orig_argv):
         return
-    try:
-        first = sys.path[:1] == [os.getcwd()]
-    except OSError:  # it was removed
-        return
-    if first:
-        installed = (i for i, path in enumerate(sys.path) if path.endswith("-packages"))
-        sys.path.insert(next(installed, len(sys.path)) - 1, sys.path.pop(0))
+    own = os.path.dirname(os.__file__)
+    of_python = [own, os.path.join(own, "lib-dynload")]
+    sys.path.sort(key=lambda path: path not in of_python)  # the others keep their order
 
 
 _put_python_first()

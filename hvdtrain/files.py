@@ -105,8 +105,11 @@ def is_open_at(descriptor: int, path: Path) -> bool:
     """
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    except OSError as error:
+        # ESTALE: another host has removed the file from a network file system.
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+            return False
+        raise
 
 
 class FileLock:

@@ -66,7 +66,16 @@ class _File(WatchedFileHandler):
     """
 
     def open(self) -> None:
-        self.reopenIfNeeded()
+        """Open the file, also if it was removed; raise OSError if that is impossible."""
+        try:
+            if self.stream is None:
+                self.stream = self._open()
+                self._statstream()
+            else:
+                self.reopenIfNeeded()
+        except OSError:
+            self.stream = None  # perhaps half closed
+            raise
 
     def _open(self) -> TextIOWrapper:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)

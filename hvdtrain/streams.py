@@ -30,13 +30,13 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:
-            with suppress(OSError):  # it has no descriptor
+        except (OSError, ValueError, AttributeError):  # also closed, or None
+            with suppress(OSError, ValueError, AttributeError):  # it has no descriptor
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
                 stream.flush()
 
 
 def say(line: str) -> None:
     """Print a line on stderr if that is possible."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)

@@ -13,7 +13,9 @@ optimizer, data and losses come from the script.
 from __future__ import annotations
 
 import math
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
@@ -58,7 +60,7 @@ from hvdtrain.runtime.failure import abort_all_ranks, check_not_left_mpi, leave_
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.user_errors import report
 from hvdtrain.runtime.wrappers import unwrapped
-from hvdtrain.streams import open_missing
+from hvdtrain.streams import flush, open_missing
 from hvdtrain.tasks import Datasets, Task
 
 _SAMPLES = 1 << 40  # sample numbers of a run without a dataset
@@ -363,7 +365,7 @@ class Training:
         if raised is not None:
             raise raised
         if self._code and not continues:
-            raise SystemExit(self._code)
+            raise _end(self._code)
 
     def _refuse_second_run(self) -> None:
         """Refuse a run.id that this script has used; in a notebook, a cell may continue its run."""
@@ -618,7 +620,16 @@ def _reported(error: UserError, stop: StopFlag) -> BaseException:
     if _interactive():
         stop.uninstall()
         return error
-    return SystemExit(report(error, stop))
+    return _end(report(error, stop))
+
+
+def _end(code: int) -> SystemExit:
+    """Return what ends this process with an exit code; in a thread, which it would only end, do
+    so here."""
+    if threading.current_thread() is not threading.main_thread():
+        flush()
+        os._exit(code)
+    return SystemExit(code)
 
 
 def _interactive() -> bool:

@@ -92,7 +92,7 @@ def parts_of(dataset: object) -> Iterator[tuple[str, object]]:
     for name, value, depth in waiting:
         yield name, value
         inner: list[tuple[str, Any]] = []
-        if isinstance(value, Mapping) and len(value) < _OBJECTS:
+        if type(value) is dict and len(value) < _OBJECTS:  # others may read files
             inner = [(f"{name}[{key!r}]", item) for key, item in value.items()]
         elif isinstance(value, list | tuple) and len(value) < _OBJECTS:
             inner = [(f"{name}[{number}]", item) for number, item in enumerate(value)]
@@ -108,7 +108,10 @@ _PLAIN = (str, bytes, int, float, Tensor, np.ndarray, type(None))
 
 
 def _attributes(value: object) -> dict[str, Any]:
-    found = getattr(value, "__dict__", None)
+    try:
+        found = getattr(value, "__dict__", None)
+    except Exception:  # of a property
+        return {}
     return found if isinstance(found, dict) else {}
 
 
@@ -124,14 +127,12 @@ def _own_generators_kept(dataset: object) -> Iterator[None]:
     """Restore the generators among a dataset's attributes to their states before the context."""
     kept: list[tuple[_Set, Any]] = []
     for _, one in parts_of(dataset):
-        if isinstance(one, torch.Generator):
+        if isinstance(one, torch.Generator | np.random.RandomState):
             kept.append((one.set_state, one.get_state()))
         elif isinstance(one, np.random.Generator):
             bits = one.bit_generator
             kept.append((partial(setattr, bits, "state"), bits.state))
-        elif isinstance(one, np.random.RandomState):
-            kept.append((one.set_state, one.get_state()))
-        elif isinstance(one, random.Random):
+        elif isinstance(one, random.Random) and not isinstance(one, random.SystemRandom):
             kept.append((one.setstate, one.getstate()))
     try:
         yield

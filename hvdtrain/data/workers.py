@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from multiprocessing import context, popen_fork, process, queues
+from multiprocessing import context, popen_fork, process, queues, util
 from types import TracebackType
 from typing import Any
 
@@ -81,6 +81,8 @@ def check_socket_paths() -> None:
     Raises:
         UserError: the path of the directory of temporary files is too long.
     """
+    if hasattr(util, "_get_base_temp_dir"):  # of newer Pythons, which choose another directory
+        return
     directory = tempfile.gettempdir()
     length, longest = len(os.fsencode(directory)), _SOCKET_PATH - _SOCKET_NAME
     if length > longest:

@@ -64,8 +64,12 @@ class ScriptCommand(NamedTuple):
 
 
 def _module_directories(first: str) -> list[str]:
-    """Return where a project has its modules: the script's directory, and PYTHONPATH."""
-    return [first or os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    """Return where a project has its modules: the script's directory, and PYTHONPATH.
+
+    Directories of installed packages, which modules of clusters add to it, are left out.
+    """
+    found = [first or os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    return [path for path in found if not path.rstrip("/").endswith("-packages")]
 
 
 def script_command(command: Sequence[str]) -> ScriptCommand | None:

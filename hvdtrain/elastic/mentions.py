@@ -6,7 +6,9 @@ The files are read, not run: a launcher must know before it starts the script.
 from __future__ import annotations
 
 import ast
+import os
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -35,9 +37,9 @@ def uses(script: Path, package: str, part: str, directories: Sequence[str]) -> b
         package, part: such as "horovod" and "elastic".
         directories: in which imported modules are looked for, as in sys.path.
     """
-    waiting, seen = [script], set[Path]()
+    waiting, seen = deque([Path(os.path.abspath(script))]), set[Path]()
     while waiting and len(seen) < _FILES:
-        path = waiting.pop()
+        path = waiting.popleft()  # the project's own files first
         if path in seen:
             continue
         seen.add(path)
@@ -48,8 +50,8 @@ def uses(script: Path, package: str, part: str, directories: Sequence[str]) -> b
             return True
         for name, level in _imports(tree):
             # A relative import begins in the directory of its own package.
-            below = [str(path.parents[level - 1])] if level else directories
-            waiting += _files_of(name, below)
+            parents = [str(parent) for parent in path.parents]
+            waiting += _files_of(name, parents[level - 1 : level] if level else directories)
     return False
 
 
@@ -111,6 +113,8 @@ def _mentions(tree: ast.AST, package: str, part: str) -> bool:
         ours = [path for path in found if path.split(".")[0] == package]
         imported += ours
         names.update(found[path] for path in ours)
+    if f"{package}.*" in imported:
+        return any(isinstance(node, ast.Name) and node.id == part for node in ast.walk(tree))
     return any(part in path.split(".") for path in imported) or any(
         _root(value) in names for value in attributes
     )

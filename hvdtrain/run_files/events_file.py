@@ -89,17 +89,18 @@ class EventsFile:
             self._failed = True
 
     def _append(self) -> None:
-        if self._kept is not None and not is_open_at(self._kept, self._path):
-            if not self._path.exists():
-                content = content_of_removed(self._path, self._kept)
-                self._waiting[:0] = content.splitlines(keepends=True)
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._kept = None
+        moved = self._kept is not None and not is_open_at(self._kept, self._path)
+        if self._kept is not None and moved and not self._path.exists():
+            content = content_of_removed(self._path, self._kept)
+            self._waiting[:0] = content.splitlines(keepends=True)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         # Reopened each time: events are rare, and the file's end is then up to date.
         with open(self._path, "a+b", buffering=0) as file:
             if self._kept is None:
                 self._kept = os.dup(file.fileno())
                 weakref.finalize(self, os.close, self._kept)
+            elif moved:
+                os.dup2(file.fileno(), self._kept, inheritable=False)
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":  # a crash or a full disk left an incomplete line

@@ -57,12 +57,15 @@ OWN_LOOPS = [
     "import torch as t,hvdtrain as h, os\nh.training()",
     "import torch; import hvdtrain\nhvdtrain.training()",
     "if True:\n    from hvdtrain import training",
+    "from hvdtrain import *\ntraining()",
 ]
 NO_OWN_LOOPS = [
     "import my_hvdtrain\nmy_hvdtrain.training()",
     "import torch  # not hvdtrain.training",
     "# import hvdtrain for training",
     "import os\nhvdtrain.training()",
+    "from hvdtrain import *\nrun()",
+    "from .....common import other",
 ]
 
 

@@ -613,6 +613,15 @@ def test_loop_in_a_thread_trains_without_signals_and_says_so(tmp_path: Path) -> 
     assert done.stderr.count("SIGUSR1 end the process without a checkpoint") == 1, done
 
 
+def test_mistake_in_a_thread_ends_the_process_with_its_code(tmp_path: Path) -> None:
+    body = indent(loop_of("docs/own-loops.md"), "    ")
+    end = ["thread = threading.Thread(target=main)", "thread.start()", "thread.join()", "print(1)"]
+    script = tmp_path / "loop.py"
+    script.write_text("\n".join(["import threading", f"def main():\n{body}", *end]))
+    done = own_loops.start(tmp_path, "a", str(script), "", "--train.steps", "ten")
+    assert done.returncode == 2 and done.stderr.count("hvdtrain: error: ") == 1, done
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/own-loops.md"])
 def test_first_loop_of_a_page_trains(tmp_path: Path, page: str) -> None:
     script = tmp_path / "loop.py"

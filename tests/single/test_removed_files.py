@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from hvdtrain import cli, log
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.layout import finished, verify
-from hvdtrain.files import FileLock
+from hvdtrain.files import FileLock, is_open_at
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.events_file import EventsFile, read_lines
 from hvdtrain.run_files.metrics_file import MetricsFile
@@ -85,8 +87,12 @@ def test_events_file_keeps_its_lines_if_it_is_removed(tmp_path: Path) -> None:
         events.write("checkpoint", step=step)
     path.unlink()
     path.parent.rmdir()
-    events.write("checkpoint", step=3)
-    assert _steps(path) == [1, 2, 3]
+    before = len(os.listdir("/proc/self/fd"))
+    for step in (3, 4, 5):
+        events.write("checkpoint", step=step)
+        assert _steps(path) == [*range(1, step + 1)]
+        path.unlink()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_metrics_that_cannot_be_written_do_not_stop_a_checkpoint(
@@ -119,6 +125,41 @@ def test_log_of_a_rank_continues_after_its_directory_is_removed(tmp_path: Path) 
         assert [line["message"] for line in read_lines(path)] == ["second"]
     finally:
         log.close()
+
+
+def test_lines_are_dropped_while_the_log_cannot_be_made(tmp_path: Path) -> None:
+    path, target = tmp_path / "logs", tmp_path / "target"
+    target.mkdir()
+    log.to_file(path, 0, "host")
+    try:
+        (path / "rank_00000.jsonl").unlink()
+        path.rmdir()
+        path.write_text("no directory")
+        for message in ("dropped", "dropped too"):
+            logging.getLogger("hvdtrain").info(message)
+        path.unlink()
+        logging.getLogger("hvdtrain").info("kept")
+        assert [line["message"] for line in read_lines(path / "rank_00000.jsonl")] == ["kept"]
+    finally:
+        log.close()
+    path.rename(target / "logs")
+    path.write_text("no directory")
+    with pytest.raises(OSError, match="logs"):
+        log.to_file(path, 0, "host")
+    log.close()
+
+
+def test_file_that_another_host_has_removed_is_not_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fstat(descriptor: int) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # as NFS does
+
+    (tmp_path / "file").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fstat)
+        found = is_open_at(0, tmp_path / "file")
+    assert not found
 
 
 def test_lock_on_a_removed_file_is_taken_again(tmp_path: Path) -> None:

@@ -210,10 +210,18 @@ def test_small_differences_are_found_and_roundings_are_not() -> None:
     assert values_of(np.lib.stride_tricks.as_strided(np.zeros(1), (1 << 40,), (0,)))
 
 
+class Closed(dict[str, Any]):
+    """As an archive of NumPy that is closed."""
+
+    def items(self) -> Any:
+        raise AttributeError("it is closed")
+
+
 def test_generators_of_a_dataset_keep_their_states() -> None:
     class Drawing(Augmented):
         def __init__(self) -> None:
             super().__init__()
+            self.others = [random.SystemRandom(), Closed()]
             self.generators = [
                 torch.Generator(), np.random.default_rng(0), np.random.RandomState(0),
                 random.Random(0),

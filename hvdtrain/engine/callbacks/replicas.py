@@ -93,8 +93,8 @@ class ReplicaCheck(Callback):
         if majority is None:
             what = self._what_differs()
             message = _no_majority(what, digests, loop.topology, step, self._identical)
-            # What the script computes would differ again after a new start.
-            raise AgreedError(message, EXIT_CRASH if what == _WEIGHTS else EXIT_USER, 0)
+            # What only the script computes would differ again after a new start.
+            raise AgreedError(message, EXIT_CRASH if _WEIGHTS in what else EXIT_USER, 0)
         damaged = [r for r in range(loop.topology.world_size) if r not in majority]
         if damaged:
             what = self._what_differs()
@@ -152,7 +152,8 @@ class ReplicaCheck(Callback):
         named |= {f"the buffer {name}": {name: tensor} for name, tensor in self._buffers().items()}
         own = {name: self._hash(tensors).hex() for name, tensors in named.items()}
         theirs = gather_json(own, "replicas.parts")
-        found = [name for name in own if len({digests.get(name) for digests in theirs}) > 1]
+        names = dict.fromkeys(name for digests in theirs for name in digests)
+        found = [name for name in names if len({digests.get(name) for digests in theirs}) > 1]
         return ", ".join(found) or _WEIGHTS
 
     def _heal(self, root: int, keep_buffers: bool) -> None:

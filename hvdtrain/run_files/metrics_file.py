@@ -185,6 +185,8 @@ class MetricsFile:
         """
         held = self._held(_HELD_SECONDS)
         with self._lock:
+            if self._closed:  # its lines were written, or reported as lost
+                return
             if not held:
                 raise OSError(errno.ESTALE, "it is unknown whether this process still owns the run")
             self._reopen()
@@ -211,7 +213,8 @@ class MetricsFile:
                 logger.error("%s: %d lines are lost", self._path, lines)
             if self._file is not None:
                 os.close(self._file)
-            self._closed = True  # a late `sync` fails instead of writing into another file
+                self._file = None
+            self._closed = True  # a late write fails instead of writing into another file
 
 
 def _within(step: int | None, after: int) -> bool:

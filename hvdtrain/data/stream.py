@@ -395,10 +395,13 @@ class _Reader(IterableDataset[Any]):
                     f"the data is at sample {position.samples}, the run at {samples}"
                 )
             self._samples, self._epoch, self._read = position[:3]
-            if position.state is None or not self._stateful:  # the pass is read again
+            if position.state is None or not self._stateful:
+                # The pass is read again. It begins with its first sample, as before: an __iter__
+                # that is a generator draws random numbers only then.
                 self._samples, self._read = self._samples - self._read, 0
-                self._expected, position = position, None
-            self._begin_pass(position)
+                self._expected = position
+            else:
+                self._begin_pass(position)
             yield from self._read_until(samples)
             return
         self._first = position
@@ -433,7 +436,7 @@ class _Reader(IterableDataset[Any]):
             set_epoch(self._epoch)
         if self._size is not None:  # else the ranks may begin it in different steps
             self._to_compare = _COMPARED
-        if position is not None and self._stateful:
+        if position is not None and position.state is not None and self._stateful:
             self._dataset.load_state_dict(decode(position.state, position.tensors))
         self._begun = ""
         seed_all(self._seed, self._epoch, 0, EPOCH_SEED)

@@ -242,14 +242,23 @@ def test_dataset_that_is_its_own_iterator_is_read_to_its_end() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stream_without_state_and_length_resumes_by_reading_again(workers: int) -> None:
-    whole = _steps(_loader(_Again(), _state(_Again(), 0)), 0, 6)
-    for first in (1, 3, 4):
-        state = _state(_Again(), workers)
-        begun = _steps(_loader(_Again(), state, workers=workers), 0, first)
-        resumed = _state(_Again(), workers)
-        resumed.load([state.tensors()])
-        rest = _steps(_loader(_Again(), resumed, first, workers=workers), first, 6)
-        assert begun | rest == whole
+    for kind in (_Again, _Permuted):
+        whole = _steps(_loader(kind(), _state(kind(), 0)), 0, 6)
+        for first in (1, 3, 4):
+            state = _state(kind(), workers)
+            begun = _steps(_loader(kind(), state, workers=workers), 0, first)
+            resumed = _state(kind(), workers)
+            resumed.load([state.tensors()])
+            rest = _steps(_loader(kind(), resumed, first, workers=workers), first, 6)
+            assert begun | rest == whole
+
+
+class _Permuted(_Again):
+    """Its order depends on random numbers that a pass draws with its first sample."""
+
+    def __iter__(self) -> Any:
+        for number in torch.randperm(13).tolist():
+            yield torch.tensor([float(number), torch.rand(())])
 
 
 class _Shuffled(_Again):

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
-from hvdtrain.config import Config
 from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig, LoaderConfig
 from hvdtrain.data.loader import Loading, TrainLoader
 from hvdtrain.data.workers import WorkerContext
 from hvdtrain.errors import UserError
-from hvdtrain.run.data import build_datasets
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.signals import ASKING
-from hvdtrain.tasks import Datasets
 from tests.support.job import poll, running_children
 from tests.support.runs import REPOSITORY, TINY, environment, forked_train, losses, start, train
 
@@ -83,22 +79,6 @@ def test_workers_load_the_same_samples_and_random_numbers(rank: int) -> None:
 def test_broken_sample_in_a_worker_is_a_user_error(workers: int) -> None:
     with pytest.raises(UserError, match=r"^sample 7 is broken: repair it$"):
         next(_loader(_Broken(), workers).next_step(0))
-
-
-def test_workers_refuse_an_iterable_dataset_without_a_state() -> None:
-    class Stream(IterableDataset[Tensor]):
-        def __len__(self) -> int:
-            return 1
-
-        def __iter__(self) -> Iterator[Tensor]:
-            yield torch.zeros(1)
-
-    class Task:
-        def datasets(self) -> Datasets:
-            return Datasets(Stream())
-
-    with pytest.raises(UserError, match=r"loader\.workers 2: .* without state_dict"):
-        build_datasets(Task(), Config(loader=LoaderConfig(2)))  # type: ignore[arg-type]
 
 
 def test_worker_survives_signals_to_its_group_and_ends_with_its_loader() -> None:

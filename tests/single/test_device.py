@@ -200,6 +200,7 @@ def _identity(name: str, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> Ide
         precision=SimpleNamespace(name="float32"),
         resolved=SimpleNamespace(epoch_samples=9),
         datasets=SimpleNamespace(fingerprint="f"),
+        samples=None,
     )
     return Prepared.identity(prepared, "digest")
 
@@ -249,6 +250,7 @@ def test_products_are_compared_if_the_optimizer_of_a_script_may_multiply(
         precision=SimpleNamespace(name="float32"),
         resolved=SimpleNamespace(epoch_samples=9),
         datasets=SimpleNamespace(fingerprint="f"),
+        samples=None,
     )
     expected = device.rounding(CPU, products=products, by_gpu=products)
     assert Prepared.identity(prepared, "digest").rounding == expected

@@ -22,7 +22,8 @@ def _put_python_first() -> None:
     if sys.argv[:1] != ["-m"] or not any("hvdtrain." in word for word in sys.orig_argv):
         return
     own = os.path.dirname(os.__file__)
-    of_python = [own, os.path.join(own, "lib-dynload")]
+    in_zip = f"{os.path.dirname(own)}/python{sys.version_info[0]}{sys.version_info[1]}.zip"
+    of_python = [in_zip, own, os.path.join(own, "lib-dynload")]
     sys.path.sort(key=lambda path: path not in of_python)  # the others keep their order
 
 

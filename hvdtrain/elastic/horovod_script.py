@@ -272,6 +272,9 @@ def main(command: list[str]) -> int:
         # In place of the current directory of `python -m`, see hvdtrain/__init__.py.
         if (current := os.getcwd()) in sys.path:
             del sys.path[-1 - sys.path[::-1].index(current)]
+        # hvdtrain has put Python's own modules first.
+        named = os.environ.get("PYTHONPATH", "").split(":")
+        sys.path.sort(key=lambda path: path not in named)
         sys.path.insert(0, str(Path(command[0]).resolve().parent))
     _run(os.path.abspath(command[0]))
     return 0

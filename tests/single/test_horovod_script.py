@@ -22,6 +22,7 @@ from hvdtrain.elastic import horovod_script, watchdog
 from hvdtrain.elastic.horovod_script import ScriptProgress, ScriptRank, States, order_gpus
 from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity, ProcessStatus
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
+from tests.support.runs import REPOSITORY
 
 IDENTITY = Identity("", "digest", 0, None)
 
@@ -252,4 +253,6 @@ def test_script_runs_as_under_python(tmp_path: Path) -> None:
     expected = run("sub/script.py", "--lr", "1")
     assert expected[0] == 0 and "in a thread" in expected[1] and "at exit" in expected[1]
     assert run(*module, "sub/script.py", "--lr", "1") == expected
+    env["PYTHONPATH"] = f"{tmp_path}/first:{REPOSITORY}"
+    assert run(*module, "sub/script.py") == run("sub/script.py")
     assert run(*module, "fails.py") == (5, "", "")

@@ -477,13 +477,14 @@ class _Reader(IterableDataset[Any]):
             of_pass = not self._stateful and self._read + number < _COMPARED
             if not of_pass and number >= self._to_compare:
                 break
+            values: Values = {}
             with suppress(Exception):  # whatever a property of a sample raises
                 values = values_of(sample)
-                if number < self._to_compare:
-                    self._compared[str(self._samples + number)] = values
-                if of_pass:
-                    exact = sorted((place, v) for place, v in values.items() if v < 0)
-                    self._begun = sha256(f"{self._begun} {exact}".encode()).hexdigest()[:8]
+            if number < self._to_compare:  # also without values: all ranks compare, or none
+                self._compared[str(self._samples + number)] = values
+            if of_pass:
+                exact = sorted((place, v) for place, v in values.items() if v < 0)
+                self._begun = sha256(f"{self._begun} {exact}".encode()).hexdigest()[:8]
             self._check_begun(self._read + number + 1)
         self._to_compare = max(0, self._to_compare - len(samples))
 

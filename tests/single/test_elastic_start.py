@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
 from tests.support import warm
 from tests.support.job import Finished, Job
-from tests.support.own_loops import PRELOAD
+from tests.support.own_loops import PRELOAD, SHORT_LOOP
 from tests.support.runs import REPOSITORY, TINY, environment, forked_train
 
 pytestmark = pytest.mark.slow
@@ -28,19 +29,7 @@ class Task(LanguageModel):
 """
 
 
-LOOP = """
-import torch, hvdtrain
-
-
-def main():
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hvdtrain.training(model, optimizer, [torch.ones(2)] * 64) as training:
-        for step in training:
-            with step:
-                for batch in step:
-                    step.backward(model(batch).square().mean())
-"""
+LOOP = "def main():\n" + indent(SHORT_LOOP, "    ")
 
 
 def _run_script(directory: Path, env: dict[str, str], *more: str) -> Finished:

@@ -13,20 +13,12 @@ from horovod.runner.http.http_server import RendezvousServer
 from hvdtrain.errors import UserError
 from hvdtrain.runtime import late_ranks
 from tests.support import runs, warm
-from tests.support.own_loops import PRELOAD
+from tests.support.own_loops import PRELOAD, SHORT_LOOP
 
 LATE = """
 import os, time
-import torch, hvdtrain
 if os.environ["HOROVOD_RANK"] == "0":
     time.sleep(9)  # downloads
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with hvdtrain.training(model, optimizer, [torch.ones(2)] * 64) as training:
-    for step in training:
-        with step:
-            for batch in step:
-                step.backward(model(batch).square().mean())
 """
 
 
@@ -81,7 +73,7 @@ def test_process_without_horovodrun_does_not_wait() -> None:
 @pytest.mark.slow
 def test_rank_0_may_come_later_than_the_limit_of_an_exchange(tmp_path: Path) -> None:
     script = tmp_path / "late.py"
-    script.write_text(LATE)
+    script.write_text(LATE + SHORT_LOOP)
     flags = ["--train.duration", "2", "--batch.global_size", "4", "--telemetry.port", "0"]
     flags += ["--run.root", str(tmp_path), "--run.id", "run"]
     env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"}

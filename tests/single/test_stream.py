@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import UserDict
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -251,6 +252,24 @@ def test_stream_without_state_and_length_resumes_by_reading_again(workers: int) 
             resumed.load([state.tensors()])
             rest = _steps(_loader(kind(), resumed, first, workers=workers), first, 6)
             assert begun | rest == whole
+
+
+def test_samples_that_cannot_be_looked_into_do_not_skip_the_comparison() -> None:
+    class Hidden(UserDict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            raise OSError("not on this host")
+
+    class Lazy(_Again):
+        def __next__(self) -> Any:
+            super().__next__()
+            return Hidden(x=0)
+
+    loading = Loading(collate=lambda samples: torch.zeros(len(samples)))
+    assignment = Assignment(4, Group(0, 1))
+    loader = StreamLoader(Lazy(), 0, BATCH, assignment, SEED, _state(Lazy(), 0), loading)
+    assert len([*loader.next_step(0)]) == 4
+    facts = loader.end_step()  # None: this rank would not join the others' comparison
+    assert facts is not None and len(facts.fixed) == 8
 
 
 class _Permuted(_Again):

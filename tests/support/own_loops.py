@@ -17,6 +17,16 @@ FLAGS = [
 ]
 EXACT = ["--exchange.name", "exact", "--runtime.threads", "1"]
 SECONDS = 90
+SHORT_LOOP = """\
+import torch, hvdtrain
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with hvdtrain.training(model, optimizer, [torch.ones(2)] * 64) as training:
+    for step in training:
+        with step:
+            for batch in step:
+                step.backward(model(batch).square().mean())
+"""
 
 
 def start(root: Path, run: str, script: str, launcher: str, *flags: str, **env: str) -> Finished:

@@ -20,7 +20,7 @@ from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership
 from hvdtrain.supervise.allocation import HostTask, this_task
 from tests.support import warm
-from tests.support.job import Job, poll
+from tests.support.job import Job, poll, running_children
 from tests.support.runs import metrics
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch"]
@@ -140,9 +140,8 @@ def test_signals_save_and_end_the_run_or_end_it_at_once(local_run: LocalRun) -> 
     assert time.monotonic() - began < 15
 
 
-def _drivers(run: LocalRun) -> list[psutil.Process]:
-    every = psutil.Process(run.job.pid).children(recursive=True)
-    return [process for process in every if process.name() == DRIVER_NAME]
+def _children(run: LocalRun, name: str) -> list[psutil.Process]:
+    return running_children(lambda process: process.name() == name, run.job.pid)
 
 
 @pytest.mark.soak
@@ -152,9 +151,13 @@ def test_task_exits_with_the_code_of_the_run_although_its_driver_is_killed(tmp_p
     run.start("--train.duration", "250")
     try:
         run.wait_for_steps(3)
-        (first,) = _drivers(run)
+        (first,) = _children(run, DRIVER_NAME)
         first.kill()
-        poll(lambda: bool(set(_drivers(run)) - {first}), 20, f"another driver: {run.job.output()}")
+        poll(
+            lambda: bool(set(_children(run, DRIVER_NAME)) - {first}),
+            20,
+            f"another driver: {run.job.output()}",
+        )
         done = run.job.wait(SECONDS)
     finally:
         run.job.kill()
@@ -169,10 +172,10 @@ def test_nothing_of_a_host_outlives_its_task(tmp_path: Path) -> None:
     run.start()
     try:
         run.wait_for_steps(3)
-        task = psutil.Process(run.job.pid)
-        every = task.children(recursive=True)
-        assert {DRIVER_NAME, "hvdtrain-agent", "hvdtrain-guard"} <= {p.name() for p in every}
-        task.kill()
+        for name in (DRIVER_NAME, "hvdtrain-agent", "hvdtrain-guard"):
+            assert _children(run, name)
+        every = psutil.Process(run.job.pid).children(recursive=True)
+        psutil.Process(run.job.pid).kill()
         gone, alive = psutil.wait_procs(every, timeout=10)
         assert gone and not alive
     finally:

@@ -15,7 +15,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 from hvdtrain.agent import driver_file, protocol
 from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.agent.hub import Hub, Slot
-from tests.support.job import poll
+from tests.support.job import poll, running_children
 
 SECONDS = 20
 
@@ -94,14 +94,16 @@ class Fleet:
         return self.output[number, stream]
 
     def pid(self, host: str, name: str) -> psutil.Process:
-        """The agent's process of that name: hvdtrain-keeper, hvdtrain-agent."""
-        keeper = psutil.Process(self.agents[host].pid)
+        """The agent's process of that name, such as hvdtrain-agent."""
+        keeper = self.agents[host].pid
         found: list[psutil.Process] = []
 
         def exists() -> bool:
-            every = [keeper, *keeper.children(recursive=True)]
-            found.extend(p for p in every if p.name() == name)
+            found[:] = running_children(lambda p: p.name() == name, keeper)
             return bool(found)
+
+        if name == "hvdtrain-keeper":
+            return psutil.Process(keeper)
 
         poll(exists, SECONDS, name)
         return found[0]

@@ -131,13 +131,15 @@ def poll(condition: Callable[[], bool], timeout: float, what: str) -> None:
         time.sleep(0.05)
 
 
-def running_children(matches: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-    """Matching processes below this one that have not ended.
+def running_children(
+    matches: Callable[[psutil.Process], bool], pid: int | None = None
+) -> list[psutil.Process]:
+    """Matching processes below process `pid` (default: this one) that have not ended.
 
-    Other tests of this process may leave some that end meanwhile, or that were not waited for.
+    Some may end meanwhile, and other tests of this process may leave some that were not waited for.
     """
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE and matches(process):
                 found.append(process)

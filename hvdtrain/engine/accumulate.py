@@ -724,7 +724,6 @@ class BatchStatistics:
         if self.numel:
             torch._foreach_copy_(self._buffers(), self._before)
 
-    @torch.no_grad()
     def collect(self, changes: Totals) -> None:
         """Add the changes of a micro-batch to `changes`; call it after its forward pass.
 
@@ -732,8 +731,9 @@ class BatchStatistics:
             changes: `numel` elements.
         """
         if self.numel:
-            torch._foreach_copy_(self._now_of, self._buffers())
-            changes.add(self._now.sub_(self._start))
+            with torch.no_grad():
+                torch._foreach_copy_(self._now_of, self._buffers())
+                changes.add(self._now.sub_(self._start))
 
     @torch.no_grad()
     def apply(self, changes: Tensor) -> None:

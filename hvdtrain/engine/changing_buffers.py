@@ -98,9 +98,13 @@ class ChangingBuffers:
                 if (place := self._places[name]) in saved:
                     self._unwritten[name] = tensor, saved[place]
 
-    @torch.no_grad()
     def reset(self) -> None:
         """Return to the values before the step, between two micro-batches."""
+        if self._places or self._norms:
+            self._reset()
+
+    @torch.no_grad()
+    def _reset(self) -> None:
         self.look()
         if self._norms:
             self._seen.append(_norms_of(self._model))
@@ -108,11 +112,13 @@ class ChangingBuffers:
             if name in self._before:
                 self._set(name, *self._before[name])
 
-    @torch.no_grad()
     def look(self) -> None:
         """Find what a micro-batch has changed."""
-        if not self._places:
-            return
+        if self._places:
+            self._look(self._places)
+
+    @torch.no_grad()
+    def _look(self, places: Mapping[str, Place]) -> None:
         written = {name for name, seen in self._versions.items() if self._is_written(name, *seen)}
         for name in sorted(written & self._frozen):
             raise UserError(
@@ -125,12 +131,12 @@ class ChangingBuffers:
         for name, (tensor, value) in self._before.items():
             if name in self._shared or name in self._found:
                 continue
-            now = getattr(*self._places[name], None)
+            now = getattr(*places[name], None)
             if not isinstance(now, Tensor) or now.requires_grad or now.shape != value.shape:
                 continue  # each forward pass computes it
             if name in new or not _same(now, value):
                 self._found[name] = [list(now.shape), str(now.dtype).removeprefix("torch.")]
-                self._restore(self._places[name], tensor, value)
+                self._restore(places[name], tensor, value)
         self._suspects |= written - self._before.keys()
 
     @torch.no_grad()

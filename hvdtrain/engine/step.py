@@ -283,9 +283,8 @@ class TrainStep:
         if self._replay is not None:
             self._replay.compare(step.flags.step)
         values = means(self._passes.forward.names, sums.rows, self._batch.micro_batches)
-        self._exchange.trained.drop(
-            [ranks >= self._context.mesh.world.size for ranks in sums.missed]
-        )
+        everyone = self._context.mesh.world.size
+        self._exchange.trained.drop([ranks >= everyone for ranks in sums.missed])
         self._update.scale(self._passes.forward.gradient_scale(sums.loss_weight))
         step.exchanged = sums, values
 

@@ -161,31 +161,30 @@ class BucketMemory:
             for group in groups
         ]
         self._groups = groups
-        self._reached: set[nn.Parameter] = set()  # have a gradient in this step
         self.place_of: dict[nn.Parameter, Tensor] = {}
         for bucket, group in zip(self._buckets, groups, strict=True):
             self.place_of |= flat_views(bucket, group)
+        self._unwritten: dict[nn.Parameter, Tensor] = {}  # places without a gradient of this step
         self._handles: list[int] = []
 
     def begin(self) -> None:
         """Begin a step."""
-        self._reached.clear()
+        self._unwritten = self.place_of.copy()
 
-    @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add the gradient of one pass; the sum is rounded like autograd's own."""
-        place = self.place_of[parameter]
-        if parameter in self._reached:
-            place.add_(gradient)
-        else:
+        # Not torch.no_grad(), which costs more than small sums: in each pass, for each parameter.
+        gradient = gradient.detach()
+        if (place := self._unwritten.pop(parameter, None)) is not None:
             place.copy_(gradient)
-            self._reached.add(parameter)
+        else:
+            self.place_of[parameter].add_(gradient)
 
     def send(self, number: int) -> None:
         """Begin the all-reduce of a complete bucket; a missing gradient counts as zeros."""
         for parameter in self._groups[number]:
-            if parameter not in self._reached:
-                self.place_of[parameter].zero_()
+            if (place := self._unwritten.pop(parameter, None)) is not None:
+                place.zero_()
         self._handles.append(begin_sum(self._buckets[number], f"dense.{number}"))
 
     def receive(self) -> None:

@@ -193,7 +193,11 @@ class Generation:
             expected, *others = without_unseeded([Identity(**fact["identity"]) for fact in facts])
             host = topology.hosts[0]
             raise_first(["", *(own.differs_from(expected, host) for own in others)])
-        persistent.take_run_id(theirs["run"])
+        known = [fact["run"] for fact in (theirs, *facts) if fact["run"] is not None]
+        if not known:
+            own = persistent.new_run_id() if topology.rank == 0 else None
+            known = gather_json(own, "run")
+        persistent.take_run_id(known[0])
         return source, [ExporterAddress(*fact["target"]) for fact in facts]
 
     def _finish_iterations(self) -> Generator[Step, None, None]:

@@ -8,7 +8,8 @@ The watchdog writes the rank's stacks to RUN/logs and kills the rank when
   8 kB/s counts as idle: a thread that samples or exports metrics uses that much. A busy rank,
   which may only be slow, is killed after 10 times as long. Before a rank takes part, no rank waits
   for it: it may be idle for 10 times as long, and busy without a limit. A rank that waits in a
-  generation that is over is killed after 10 times as long, busy or not;
+  generation that is over is killed after 10 times as long, busy or not. A rank is not killed
+  while nobody reads the pipe or terminal of its output (Ctrl-S, a pager), which it may wait for;
 - its launcher is gone: the process that started the rank has ended, or the launcher cannot be
   reached while the rank waits for its next generation.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -63,6 +65,7 @@ _IDLE_FACTORS = {
     Activity.ENDING: 1,
     Activity.LEAVING: _LEAVING_FACTOR,
 }
+IDLE = "no progress, no work"
 _ENDING_SECONDS = 60.0  # at least: a rank limits its own end (train.py)
 
 
@@ -183,7 +186,7 @@ class HangDetector:
         if not idle:
             self._scraps = 0
         if self._idle.seconds(idle) > limit:
-            return f"no progress, no work for {limit:.0f} s"
+            return f"{IDLE} for {limit:.0f} s"
         busy, limit = same and activity != Activity.LOADING, max(limit, _BUSY_FACTOR * hang)
         if self._no_beat.seconds(busy) > limit:
             return f"busy without progress for {limit:.0f} s"
@@ -222,7 +225,7 @@ def _watch(arguments: list[str]) -> int:
     reachable, limit = (driver.reachable, driver.timeout) if driver else (None, None)
     detector = HangDetector(hang_seconds, reachable, limit)
     stacks: Path | None = None
-    ticks = -1.0
+    ticks, unread = -1.0, False
     os.set_blocking(0, False)
     while True:
         time.sleep(_LOOK_SECONDS)
@@ -245,7 +248,11 @@ def _watch(arguments: list[str]) -> int:
             )
         except (psutil.Error, OSError):
             return 0
-        if reason:
+        if reason and reason.startswith(IDLE) and _waits_for_a_reader(rank):
+            if not unread:
+                _note(stacks, f"not killed: {reason}, but nobody reads its output")
+            unread = True
+        elif reason:
             end(
                 process,
                 f"{reason}, while {activity.name}",
@@ -253,6 +260,24 @@ def _watch(arguments: list[str]) -> int:
                 LauncherClient(driver, number),
             )
             os._exit(0)  # a thread of this process may hang with the rank
+
+
+def _waits_for_a_reader(rank: int) -> bool:
+    """Whether a write to the rank's stdout or stderr would wait for whoever reads it."""
+    return any(_is_full(f"/proc/{rank}/fd/{number}") for number in (1, 2))
+
+
+def _is_full(output: str) -> bool:
+    try:
+        opened = os.open(output, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:  # such as a socket
+        return False
+    try:
+        poll = select.poll()
+        poll.register(opened, select.POLLOUT)
+        return not poll.poll(0)
+    finally:
+        os.close(opened)
 
 
 def _read_without_waiting() -> bytes | None:
@@ -333,11 +358,16 @@ def _lives(pid: int) -> bool:
 
 def _report(process: psutil.Process, reason: str, stacks: Path, begun: threading.Event) -> None:
     with suppress(OSError, psutil.Error, subprocess.SubprocessError):
-        with open(stacks, "a") as file:
-            file.write(f"\n{time.strftime('%F %T')} killed by its watchdog: {reason}\n")
-            file.write(_where(process).replace("; ", "\n") + "\n")
+        where = _where(process).replace("; ", "\n")
+        _note(stacks, f"killed by its watchdog: {reason}\n{where}")
         begun.set()
         _dump(process, stacks)
+
+
+def _note(stacks: Path | None, text: str) -> None:
+    if stacks is not None:
+        with suppress(OSError), open(stacks, "a") as file:
+            file.write(f"\n{time.strftime('%F %T')} {text}\n")
 
 
 def _where(process: psutil.Process) -> str:

@@ -9,7 +9,7 @@ The watchdog writes the rank's stacks to RUN/logs and kills the rank when
   which may only be slow, is killed after 10 times as long. Before a rank takes part, no rank waits
   for it: it may be idle for 10 times as long, and busy without a limit. A rank that waits in a
   generation that is over is killed after 10 times as long, busy or not. A rank is not killed
-  while nobody reads the pipe or terminal of its output (Ctrl-S, a pager), which it may wait for;
+  while the pipe or terminal of its output is not read (Ctrl-S, a pager): it may wait for that;
 - its launcher is gone: the process that started the rank has ended, or the launcher cannot be
   reached while the rank waits for its next generation.
 
@@ -250,7 +250,7 @@ def _watch(arguments: list[str]) -> int:
             return 0
         if reason and reason.startswith(IDLE) and _waits_for_a_reader(rank):
             if not unread:
-                _note(stacks, f"not killed: {reason}, but nobody reads its output")
+                _note(stacks, f"not killed: {reason}, but its output is not read")
             unread = True
         elif reason:
             end(

@@ -11,7 +11,8 @@ The watchdog writes the rank's stacks to RUN/logs and kills the rank when
   generation that is over is killed after 10 times as long, busy or not. A rank is not killed
   while the pipe or terminal of its output is not read (Ctrl-S, a pager): it may wait for that;
 - its launcher is gone: the process that started the rank has ended, or the launcher cannot be
-  reached while the rank waits for its next generation.
+  reached while the rank waits for its next generation. Without an elastic launcher the rank is
+  first asked to stop (SIGTERM): the ranks write a checkpoint and end.
 
 The watchdog reports the reason to an elastic launcher, and also if SIGKILL does not end the rank:
 the kernel cannot end a process that waits for a dead disk. An elastic job then continues without
@@ -50,6 +51,8 @@ _LONGEST_LOOK_SECONDS = 0.5  # a longer interval means that the job was suspende
 _STOPPED_SECONDS = 1.0
 _UNREACHABLE_SECONDS = 6.0
 _ORPHAN_SECONDS = 2.0
+_ORPHANED = "its launcher is gone"
+_SAVE_SECONDS = 600.0  # at most, for orphans that are asked to stop
 _BUSY_FACTOR = 10
 _LOADING_FACTOR = 10
 _LEAVING_FACTOR = 10  # it may wait for a thread with a deadline, such as that of a checkpoint
@@ -168,7 +171,7 @@ class HangDetector:
         if self._stopped.seconds(stopped) > _STOPPED_SECONDS:
             return f"stopped for {_STOPPED_SECONDS:.0f} s"
         if self._orphan.seconds(orphan) > _ORPHAN_SECONDS:
-            return "its launcher is gone"
+            return _ORPHANED
         limit = self._unreachable_seconds or _UNREACHABLE_SECONDS
         asking = activity == Activity.RENDEZVOUS and self._reachable is not None
         if self._cut_off.seconds(asking and not self._reachable()) > limit:  # type: ignore[misc]
@@ -226,6 +229,7 @@ def _watch(arguments: list[str]) -> int:
     detector = HangDetector(hang_seconds, reachable, limit)
     stacks: Path | None = None
     ticks, unread = -1.0, False
+    asked_at: float | None = None
     os.set_blocking(0, False)
     while True:
         time.sleep(_LOOK_SECONDS)
@@ -244,10 +248,17 @@ def _watch(arguments: list[str]) -> int:
                 activity,
                 work(rank),
                 process.status() == psutil.STATUS_STOPPED and ticks == before,
-                process.ppid() != parent,
+                process.ppid() != parent and asked_at is None,
             )
         except (psutil.Error, OSError):
             return 0
+        if reason == _ORPHANED and driver is None:
+            _note(stacks, f"asked to stop: {reason}")
+            process.send_signal(signal.SIGTERM)
+            asked_at = time.monotonic()
+            continue
+        if asked_at is not None and time.monotonic() - asked_at > _SAVE_SECONDS:
+            reason = _ORPHANED
         if reason and reason.startswith(IDLE) and _waits_for_a_reader(rank):
             if not unread:
                 _note(stacks, f"not killed: {reason}, but its output is not read")

@@ -93,6 +93,18 @@ def test_rank_waiting_for_a_busy_child_is_not_killed(
     assert busy.wait(20) == 0
 
 
+def test_rank_waiting_for_the_reader_of_its_output_is_not_killed(
+    rank: StartRank, tmp_path: Path
+) -> None:
+    blocked = rank('work()\nprint("x" * 1_000_000, flush=True)', hang_seconds=1.0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        blocked.wait(5)
+    assert (tmp_path / "stacks").read_text().count("its output is not read") == 1
+    assert blocked.stdout is not None
+    assert blocked.stdout.read().count("x") == 1_000_000
+    assert blocked.wait(20) == 0
+
+
 def test_rank_waiting_for_an_idle_child_is_killed(
     rank: StartRank,
 ) -> None:

@@ -27,6 +27,8 @@ from hvdtrain.data.records import line_number
 from hvdtrain.errors import UserError
 
 Kind = Literal["number", "category", "date"]
+# By path of a CSV file: offsets of the header, of each part, and of the end.
+Borders = dict[str, list[int]]
 _DATE_PARTS = ("year", "month", "day", "weekday")
 _TIME_PARTS = ("hour", "minute")
 _FUNCTIONS = {"weekday": "day_of_week"}  # pyarrow's names, if different
@@ -85,24 +87,41 @@ class Cells(NamedTuple):
     categories: dict[str, Any]
 
 
-def open_table(key: str, files: Sequence[Path], categories: Sequence[str]) -> Table:
+def csv_borders(key: str, files: Sequence[Path]) -> Borders:
+    """Read the CSV files among `files` whole, to find where their rows end.
+
+    Raises:
+        UserError: a file is not text, cannot be read, or has a quoted cell without an end.
+    """
+    texts = [file for file in files if file.suffix == ".csv"]
+    check_text(key, texts)
+    return {str(file): _borders(file) for file in texts}
+
+
+def open_table(
+    key: str, files: Sequence[Path], categories: Sequence[str], known: Borders | None = None
+) -> Table:
     """Find the parts and columns of files that have the same columns.
 
     Args:
         categories: columns to treat as categories although their values are numbers.
+        known: of CSV files that need not be read whole.
 
     Raises:
         UserError: a file is incomplete or not a table, or its columns differ from the first file's.
     """
     import_pyarrow()
-    check_text(key, [file for file in files if file.suffix == ".csv"])
+    known = known or {}
+    # A host may have another file of that name.
+    others = [f for f in files if known.get(str(f), [-1])[-1] != f.stat().st_size]
+    borders = {**known, **csv_borders(key, others)}
     first: dict[str, Any] = {}
     parts: list[TablePart] = []
     for file in files:
         if file.suffix == ".parquet":
             types, own = open_parquet(file)
         else:
-            types, own = open_csv(file, first, categories)
+            types, own = open_csv(file, borders[str(file)], first, categories)
         _check_columns(key, file, types, files[0], first or types)
         first = first or types
         parts += own
@@ -228,10 +247,9 @@ def _reader(file: Path, group: int) -> Callable[[Sequence[str]], Any]:
 
 
 def open_csv(
-    file: Path, first: dict[str, Any], categories: Sequence[str]
+    file: Path, borders: Sequence[int], first: dict[str, Any], categories: Sequence[str]
 ) -> tuple[dict[str, Any], list[TablePart]]:
     """Open a CSV file; columns get the types that they have in the first file."""
-    borders = _borders(file)
     header, *parts = pairwise(borders)
     with problems_of(str(file)):
         names = _parsed(_range(file, *header), None, None).column_names

@@ -25,7 +25,7 @@ from safetensors.torch import save
 from hvdtrain.data.config import DataConfig
 from hvdtrain.data.file_kinds import check_text
 from hvdtrain.data.files import expand, find_files
-from hvdtrain.data.packed import read_packed, read_text, text_files
+from hvdtrain.data.packed import read_packed, read_text
 from hvdtrain.data.parquet import ParquetRows
 from hvdtrain.data.records import JSON_LINES, JsonLines, TarShards
 from hvdtrain.data.tables import open_table
@@ -106,7 +106,7 @@ def test_file_of_another_format_is_refused_by_every_reader(tmp_path: Path, what:
     TokenMeta(1 << 16, "bytes").write(tmp_path)
     text, lines, tokens, table = (str(tmp_path / f"a.{s}") for s in ("txt", "jsonl", "u16", "csv"))
     with pytest.raises(UserError, match=f"data.train: {text} is {what}"):
-        text_files(DataConfig(train=[text]))
+        read_text(DataConfig(train=[text]), Tokenizer(None))
     with pytest.raises(UserError, match=f"--input: {text} is {what}"):
         tokenize(Source([text]), tmp_path / "out", Alone())
     with pytest.raises(UserError, match=f"{lines} is {what}"):
@@ -133,7 +133,7 @@ def test_binary_files_and_utf_16_are_refused_as_text(
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b").write_bytes(content)
     with pytest.raises(UserError, match=f"data.train: {tmp_path}/b is {what}"):
-        text_files(DataConfig(train=[str(tmp_path)]))
+        read_text(DataConfig(train=[str(tmp_path)]), Tokenizer(None))
 
 
 def test_text_in_any_language_and_encoding_is_accepted(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_quoted_command_of_a_message_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "two words.txt.gz"
     file.write_bytes(gzip.compress(b"text"))
     with pytest.raises(UserError, match=f"`gunzip '{file}'`$"):
-        text_files(DataConfig(train=[str(file)]))
+        read_text(DataConfig(train=[str(file)]), Tokenizer(None))
 
 
 # --- what a directory holds besides ---------------------------------------------

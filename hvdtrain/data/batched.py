@@ -50,7 +50,7 @@ def batches_of(dataset: object) -> Batches | None:
         name = _library_name(stage)
         if name in _MAKERS:
             return Batches(_MAKERS[name], certain and _collates(stage))
-        if name in _DIVIDERS or getattr(stage, "batched", None) is True:  # a map of Hugging Face
+        if name in _DIVIDERS or _own(stage).get("batched") is True:  # a map of Hugging Face
             return None
         certain = certain and name in _SAME
     return None
@@ -61,16 +61,23 @@ def _stages(stage: Any) -> Iterator[Any]:
     yield stage
     if not _is_of_a_library(_class_of(stage)):
         return
-    own = getattr(stage, "__dict__", {})
+    own = _own(stage)
     read = own.get("pipeline") or [own[name] for name in _SOURCES if name in own]
     for one in reversed(read):
         yield from _stages(one)
 
 
+def _own(stage: Any) -> dict[str, Any]:
+    """Attributes, without calling a __getattr__ of the user."""
+    found = getattr(stage, "__dict__", None)
+    return found if isinstance(found, dict) else {}
+
+
 def _library_name(stage: Any) -> str:
     """Name of the library's function in a stage, or of its class; "": it is the user's."""
-    what = getattr(stage, "f", getattr(stage, "function", _class_of(stage)))
-    return what.__name__ if _is_of_a_library(what) else ""
+    own = _own(stage)
+    what = own.get("f", own.get("function", _class_of(stage)))
+    return getattr(what, "__name__", "") if _is_of_a_library(what) else ""
 
 
 def _class_of(stage: Any) -> type:
@@ -84,7 +91,8 @@ def _is_of_a_library(what: Any) -> bool:
 
 def _collates(stage: Any) -> bool:
     """Whether a stage of webdataset stacks samples; another function may make one sample of two."""
-    if not hasattr(stage, "kw") or len(stage.args) > 1:
+    own = _own(stage)
+    if "kw" not in own or len(own["args"]) > 1:
         return False
-    function = stage.kw.get("collation_fn", default_collate)
+    function = own["kw"].get("collation_fn", default_collate)
     return getattr(function, "__name__", "") in _COLLATIONS

@@ -112,8 +112,7 @@ def open_table(
     """
     import_pyarrow()
     known = known or {}
-    # A host may have another file of that name.
-    others = [f for f in files if known.get(str(f), [-1])[-1] != f.stat().st_size]
+    others = [file for file in files if not _fits(file, known)]
     borders = {**known, **csv_borders(key, others)}
     first: dict[str, Any] = {}
     parts: list[TablePart] = []
@@ -126,6 +125,14 @@ def open_table(
         first = first or types
         parts += own
     return table_of(key, parts, first, categories)
+
+
+def _fits(file: Path, known: Borders) -> bool:
+    """Whether borders are known of this file; another host may have another one of its name."""
+    try:
+        return known[str(file)][-1] == file.stat().st_size
+    except (KeyError, OSError):
+        return False
 
 
 def table_of(

@@ -23,6 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hvdtrain.audit.report import audit
 from hvdtrain.config import Config
+from hvdtrain.data.batched import batches_of
 from hvdtrain.data.config import LoaderConfig
 from hvdtrain.data.sample_facts import SampleFacts
 from hvdtrain.data.samples import facts_of, open_files, values_of
@@ -175,6 +176,18 @@ def test_samples_that_may_be_batches_have_a_note(data: Any) -> None:
 )
 def test_pipelines_of_single_samples_have_no_note(data: Any) -> None:
     assert not built(data()).notes
+
+
+def test_attributes_of_own_datasets_are_not_looked_at() -> None:
+    class Strange(Augmented):
+        f = function = property(lambda self: 1 / 0)
+
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    data = Strange()
+    data.__dict__.update(f=torch.ones(2), pipeline=[webdataset.batched(8)], batched=torch.ones(2))
+    assert not batches_of(data)
 
 
 def test_stateful_loader_of_batches_is_refused() -> None:

@@ -262,7 +262,9 @@ def open_csv(
         names = _parsed(_range(file, *header), None, None).column_names
         if len(set(names)) < len(names):
             raise UserError(f"{file}: two columns in its first line have the same name")
-        looks = _parsed(_range(file, *parts[0]), names, None).schema if parts else None
+        looks = None
+        if parts and not first.keys() >= {*names}:
+            looks = _parsed(_range(file, *parts[0]), names, None).schema
     types = {name: first.get(name) or _csv_type(name, looks, categories) for name in names}
     return types, [TablePart(str(file), _csv_reader(file, names, types, part)) for part in parts]
 

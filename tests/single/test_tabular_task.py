@@ -159,6 +159,17 @@ def test_each_csv_file_is_read_whole_by_one_rank(
     assert "4.csv: cannot be read (the quote in line 2 has no end)" in str(message)
 
 
+def test_rows_are_read_for_types_in_the_first_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [write(sales(), tmp_path / f"{number}.csv") for number in range(3)]
+    ranges: list[Path] = []
+    read = tables._range
+    monkeypatch.setattr(tables, "_range", lambda file, *r: ranges.append(file) or read(file, *r))
+    open_table("k", files, [])
+    assert ranges == [files[0], *files]  # the first rows, and each header
+
+
 def test_borders_of_another_file_are_not_used(tmp_path: Path) -> None:
     file = write(sales(), tmp_path / "t.csv")
     for known in ({}, {str(file): [0, 10, 20]}):

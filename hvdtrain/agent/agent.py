@@ -55,6 +55,7 @@ from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
 from hvdtrain.run_files import owner_token
 from hvdtrain.run_files.owner_token import Token, moved
 from hvdtrain.runtime.environment import launched
+from hvdtrain.runtime.queued_output import flush, say
 
 _CONNECT_SECONDS = 1.5  # to one address of the driver
 _REPLY_SECONDS = 5.0
@@ -780,7 +781,7 @@ def _run_one(settings: AgentSettings, driver: _FirstDriver) -> int:
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
-            sys.stderr.flush()
+            flush()
             os._exit(code)
 
     def pass_on(number: int, _: object) -> None:
@@ -809,5 +810,4 @@ def _run_agent(settings: AgentSettings, first_driver: int | None) -> int:
 
 
 def _say(message: str) -> None:
-    with suppress(OSError):
-        print(f"hvdtrain agent on {socket.gethostname()}: {message}", file=sys.stderr, flush=True)
+    say(message, f"hvdtrain agent on {socket.gethostname()}")

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
+from hvdtrain.runtime.queued_output import flush
 from hvdtrain.runtime.signals import ASKING
 
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -115,6 +116,7 @@ def _guard(agent: int, control: int, stdout: int, stderr: int, program: Program)
         code = 128 + ended_by if ended_by else os.WEXITSTATUS(status)
     except BaseException:  # this process must not return to the agent's loop
         sys.excepthook(*sys.exc_info())
+        flush()
     finally:
         os._exit(code)
 

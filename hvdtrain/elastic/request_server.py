@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -22,6 +21,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 
 from hvdtrain.elastic.rendezvous import Driver, handle_get, handle_report
 from hvdtrain.runtime.environment import answer_seconds
+from hvdtrain.runtime.queued_output import say
 from hvdtrain.untrusted import printable
 
 _HEAD_SECONDS, _BODY_SECONDS = 3.0, 30.0  # to receive a request
@@ -249,8 +249,8 @@ class RequestServer:
         if time.monotonic() - self._refused_at >= _REFUSED_SECONDS:
             self._refused_at = time.monotonic()
             sender = writer.get_extra_info("peername")[0]
-            print(f"hvdtrain: refused a request of {sender}: {printable(request[:80])} {why}; "
-                  f"{self._refused} refused so far", file=sys.stderr, flush=True)  # fmt: skip
+            say(f"refused a request of {sender}: {printable(request[:80])} {why}; "
+                f"{self._refused} refused so far")  # fmt: skip
         return HTTPStatus.FORBIDDEN, b""
 
 

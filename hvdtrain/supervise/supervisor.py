@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -29,13 +30,13 @@ from hvdtrain.launch.discovery import Probe
 from hvdtrain.launch.hostfile import Host, as_text, first_slots, total_slots
 from hvdtrain.run_files import host_records
 from hvdtrain.run_files.host_records import LAUNCH_VARIABLE, HostRecords
+from hvdtrain.runtime.queued_output import say
 from hvdtrain.runtime.signals import handle
 from hvdtrain.supervise import host_evidence, run_progress
 from hvdtrain.supervise.hosts import ROUND_SECONDS, HostWatch, KnownHosts, end_orphans
 from hvdtrain.supervise.launcher import Launcher
 from hvdtrain.supervise.policy import Pace, RestartPolicy
 from hvdtrain.text import plural
-from hvdtrain.untrusted import printable_lines
 
 # --- stop signals -------------------------------------------------------------
 # SIGUSR1 or SIGTERM requests an end with a checkpoint; Ctrl-C or a second signal, an end at once.
@@ -379,5 +380,4 @@ class Supervisor:
         _say("\n".join([f"{message}; its last output:", *lines]) if lines else message)
 
 
-def _say(message: str) -> None:
-    print(f"hvdtrain launch: {printable_lines(message)}", file=sys.stderr, flush=True)
+_say = partial(say, who="hvdtrain launch")

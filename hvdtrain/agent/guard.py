@@ -156,8 +156,12 @@ def _start_rank(stdout: int, stderr: int, program: Program) -> int:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
-        with suppress(OSError):  # it may exist on the driver's host only
-            os.chdir(program.directory)
+        # It may exist on the driver's host only, or not any more, as the agent's own.
+        for directory in (program.directory, ".", "/"):
+            with suppress(OSError):
+                os.chdir(directory)
+                os.getcwd()
+                break
         os.execvpe(program.command[0], list(program.command), program.environment)
     except OSError as error:
         where = f"{socket.gethostname()}: {program.command[0]} cannot be started"

@@ -147,7 +147,7 @@ def run_first_task(plan: AllocationRun, hosts: int) -> int:
         guard.set_name(DRIVER_NAME)
         guard.end_with(task)
         try:
-            return AllocationDriver(plan, hosts).run(ready_end)
+            return AllocationDriver(plan, hosts, os.getcwd()).run(ready_end)
         except UserError:
             if joins(plan, _WRITTEN_SECONDS):  # a task on another host was faster
                 flush()
@@ -214,9 +214,14 @@ def become_agent(plan: AllocationRun, driver: int | None = None) -> NoReturn:
 class AllocationDriver:
     """The driver of a run in an allocation."""
 
-    def __init__(self, plan: AllocationRun, hosts: int) -> None:
-        """`hosts`: number of tasks that the launcher started."""
-        self._plan, self._expected = plan, hosts
+    def __init__(self, plan: AllocationRun, hosts: int, directory: str) -> None:
+        """Create a driver.
+
+        Args:
+            hosts: number of tasks that the launcher started.
+            directory: working directory of new ranks; it may not exist here, or not any more.
+        """
+        self._plan, self._expected, self._directory = plan, hosts, directory
         self._hub: Hub | None = None
         self._lease: Ownership | None = None
         self._driver: ElasticDriver | None = None
@@ -283,7 +288,7 @@ class AllocationDriver:
             content.key,
             plan.driver_timeout,
             plan.train,
-            os.getcwd(),
+            self._directory,
             show,
             self._on_signal,
             _say,
@@ -387,7 +392,7 @@ class AllocationDriver:
         """
         assert self._hub is not None and self._lease is not None
         state = {
-            "directory": os.getcwd(),
+            "directory": self._directory,
             "plan": asdict(self._plan) | {"run": str(self._plan.run)},
             "hosts": self._expected,
             "job": None if job is None else asdict(job),

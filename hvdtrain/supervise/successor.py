@@ -5,7 +5,6 @@ It ends with exit code 75 if the driver is alive after all, or another one repla
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ def _take_over(run: Path, token: str, since: float) -> int:
         state = driver_file.read_state(run)
         if state is None:
             return EXIT_PREEMPTED
-        os.chdir(str(state["directory"]))
-        driver = AllocationDriver(_plan(state["plan"]), int(state["hosts"]))
+        hosts, directory = int(state["hosts"]), str(state["directory"])
+        driver = AllocationDriver(_plan(state["plan"]), hosts, directory)
         return driver.take_over(checked(Token, parse_json(token)), since)
     except (UserError, OSError) as error:
         say(f"no driver is replaced: {error}", "hvdtrain agent")

@@ -171,6 +171,7 @@ class Supervisor:
         self._hosts = KnownHosts(plan.hosts, plan.probe)
         self._proven: set[str] = set()  # hosts of the latest start that made steps
         self._requests = StopRequests()
+        self._directory = os.getcwd()  # it may be deleted later
         self._records = HostRecords(plan.run, _say)
         self._suspects_said: set[str] = set()
 
@@ -270,7 +271,7 @@ class Supervisor:
         since = f" from step {run_progress.newest_checkpoint(plan.run)}" if plan.steps_known else ""
         _say(f"starting {plural(total_slots(job), 'rank')} on {as_text(job)}{since}")
         began, env = time.time(), os.environ | {LAUNCH_VARIABLE: str(plan.run)}
-        launcher = Launcher(self._argv(job, env), env)
+        launcher = Launcher(self._argv(job, env), env, self._directory)
         # An elastic launcher watches its hosts itself.
         watched = (job, self._hosts.listed) if plan.controller == "mpi" else ([], list)
         watch = HostWatch(*watched, plan.probe)

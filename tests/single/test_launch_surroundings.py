@@ -1,4 +1,4 @@
-"""Training continues whatever happens to the reader of the launcher's output."""
+"""A launch whose reader, start directory or run directory is disturbed while it trains."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from hvdtrain.agent.agent import DRIVER_NAME
 from hvdtrain.runtime import queued_output
 from tests.support import warm
 from tests.support.job import poll, running_children
 from tests.support.runs import environment, metrics
 
 LAUNCH = [sys.executable, "-m", "hvdtrain.cli", "launch", "--slots", "2"]
-TRAIN = ["--task", "tests.support.tasks:Paced", "--train.duration", "100000"]
+TRAIN = [
+    *("--task", "tests.support.tasks:Paced", "--train.duration", "100000"),
+    *("--telemetry.port", "0"),
+]
 SECONDS = 90
 
 
@@ -41,20 +46,74 @@ def stopped_pipe() -> Iterator[tuple[int, int]]:
         os.close(writer)
 
 
-def end(process: psutil.Process) -> None:
-    """Kill a process and all that it has started."""
-    tree = [process, *process.children(recursive=True)]
-    for one in tree:
-        one.suspend()
-    for one in tree:
-        one.kill()
+class Launch:
+    """`hvdtrain launch` of 2 ranks on this host.
+
+    Args:
+        output: descriptor for its output.
+        start: working directory.
+    """
+
+    def __init__(self, root: Path, output: int, start: Path | None = None) -> None:
+        self.run = root / "a"
+        train = [warm.prefix(2), sys.executable, "-m", "hvdtrain.train", *TRAIN]
+        argv = [*LAUNCH, "--", *train, "--run.root", str(root), "--run.id", "a"]
+        self._process = psutil.Popen(
+            argv,
+            env=environment({"HVDTRAIN_TEST_PACE": "0.02"}),
+            cwd=start,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+
+    def wait_for_step(self, size: int = 2, after: int = 3) -> int:
+        """Wait for a step of `size` ranks after another step; return its number."""
+
+        def last() -> dict[str, float]:
+            lines = metrics(self.run)
+            return lines[-1] if lines else {"world_size": 0, "step": 0}
+
+        what = f"a step of {size} ranks after step {after}"
+        poll(lambda: last()["world_size"] == size and last()["step"] > after, SECONDS, what)
+        assert self._process.poll() is None
+        return int(last()["step"])
+
+    def named(self, name: str) -> list[psutil.Process]:
+        return running_children(lambda one: one.name() == name, self._process.pid)
+
+    def replace_rank(self) -> None:
+        """Kill a rank, and wait until another one trains in its place."""
+        step = self.wait_for_step()
+        self.named("hvdtrain-guard")[-1].children()[0].kill()
+        self.wait_for_step(2, self.wait_for_step(1, step))
+
+    def kill(self) -> None:
+        """Kill all its processes."""
+        every = [self._process, *self._process.children(recursive=True)]
+        for kill in (psutil.Process.suspend, psutil.Process.kill):
+            for one in every:
+                with suppress(psutil.NoSuchProcess):
+                    kill(one)
+        self._process.wait()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    with ExitStack() as stack:
+
+        def start(*arguments: Any) -> Launch:
+            started = Launch(tmp_path, *arguments)
+            stack.callback(started.kill)
+            return started
+
+        yield start
 
 
 @pytest.mark.parametrize("reader", ["gone", "stopped", "full"])
-def test_rank_is_replaced_although_no_output_can_be_written(reader: str, tmp_path: Path) -> None:
-    train = [warm.prefix(2), sys.executable, "-m", "hvdtrain.train", *TRAIN]
-    flags = ["--telemetry.port", "0", "--run.root", str(tmp_path), "--run.id", "a"]
-    env = environment({"HVDTRAIN_TEST_PACE": "0.02"})
+def test_rank_is_replaced_although_no_output_can_be_written(
+    reader: str, launch: Callable[..., Launch]
+) -> None:
     with ExitStack() as stack:
         if reader == "stopped":
             output = stack.enter_context(stopped_pipe())[1]
@@ -63,24 +122,22 @@ def test_rank_is_replaced_although_no_output_can_be_written(reader: str, tmp_pat
             os.close(readable)
         else:
             output = os.open("/dev/full", os.O_WRONLY)
-        argv = [*LAUNCH, "--", *train, *flags]
-        job = psutil.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        stack.callback(end, job)
+        launch(output).replace_rank()
 
-        def wait_for(size: int, after: int) -> int:
-            def last() -> dict[str, float]:
-                lines = metrics(tmp_path / "a")
-                return lines[-1] if lines else {"world_size": 0, "step": 0}
 
-            what = f"a step of {size} ranks after step {after}"
-            poll(lambda: last()["world_size"] == size and last()["step"] > after, SECONDS, what)
-            return int(last()["step"])
-
-        step = wait_for(2, 3)
-        guard = running_children(lambda one: one.name() == "hvdtrain-guard", job.pid)[-1]
-        guard.children()[0].kill()
-        wait_for(2, wait_for(1, step))
-        assert job.poll() is None
+def test_driver_and_rank_are_replaced_without_the_start_directory(
+    launch: Callable[..., Launch], tmp_path: Path
+) -> None:
+    start = tmp_path / "start"
+    start.mkdir()
+    with open(tmp_path / "output", "wb") as output:
+        job = launch(output.fileno(), start)
+    job.wait_for_step()
+    start.rmdir()
+    (driver,) = job.named(DRIVER_NAME)
+    driver.kill()
+    poll(lambda: driver not in (found := job.named(DRIVER_NAME)) and found, SECONDS, "a driver")
+    job.replace_rank()
 
 
 def test_full_queue_drops_output_and_later_says_how_much() -> None:

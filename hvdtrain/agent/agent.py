@@ -189,6 +189,7 @@ class Agent:
         self._leaving = False
         self._finishing: asyncio.Task[None] | None = None
         self._driver: DriverFile | None = None  # of the last connection
+        self._distrusts = False  # the driver's file, which another user may have changed
         self._successor: int | None = None  # pid of a driver that this agent started
         self._code: asyncio.Future[int]
 
@@ -250,6 +251,12 @@ class Agent:
             driver = await self._read_driver()
         except OSError:
             return None
+        except UserError as error:
+            if not self._ever:
+                raise
+            if not self._distrusts:
+                _say(f"another driver cannot be found: {error}")
+            self._distrusts, driver = True, self._driver  # the ranks do not end by it
         if driver is None:
             return None
         own_launch = driver_file.launch_identity()

@@ -125,15 +125,19 @@ def test_rank_is_replaced_although_no_output_can_be_written(
         launch(output).replace_rank()
 
 
-def test_driver_and_rank_are_replaced_without_the_start_directory(
-    launch: Callable[..., Launch], tmp_path: Path
+@pytest.mark.parametrize("change", ["start directory deleted", "run readable by the group"])
+def test_driver_and_rank_are_replaced_after_a_change(
+    change: str, launch: Callable[..., Launch], tmp_path: Path
 ) -> None:
     start = tmp_path / "start"
     start.mkdir()
     with open(tmp_path / "output", "wb") as output:
         job = launch(output.fileno(), start)
     job.wait_for_step()
-    start.rmdir()
+    if change == "start directory deleted":
+        start.rmdir()
+    else:
+        subprocess.run(["chmod", "-R", "g+rX", str(job.run)], check=True)
     (driver,) = job.named(DRIVER_NAME)
     driver.kill()
     poll(lambda: driver not in (found := job.named(DRIVER_NAME)) and found, SECONDS, "a driver")

@@ -469,9 +469,10 @@ class Agent:
                 alive = await asyncio.wait_for(self._driver_is_elsewhere(run), self._timeout)
         if alive:
             _say(f"{run} continues on other hosts, which this host cannot reach")
-            self._away, self._giving_up = 0.0, None
+            self._away = 0.0
         elif self._channel is None:
             self._finish(EXIT_PREEMPTED)
+        self._giving_up = None  # a driver that has just accepted this agent may go away, too
 
     async def _driver_is_elsewhere(self, run: Path) -> bool:
         """Whether a driver renews its token for longer than one that finds no ranks and ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,11 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from hvdtrain.agent import driver_file
+from hvdtrain.agent.agent import Agent, AgentSettings
 from hvdtrain.agent.driver_file import DriverFile
+from hvdtrain.agent.protocol import Channel
 from hvdtrain.errors import EXIT_PREEMPTED
 from tests.support.fleet import SECONDS, Fleet
 from tests.support.job import has_ended, poll
@@ -174,6 +178,25 @@ def test_agent_without_driver_ends_its_ranks_and_exits_with_75(tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore:Exception in thread agents")
+def test_agent_accepted_while_it_gives_up_gives_up_again_later() -> None:
+    settings = AgentSettings(None, "a", 1, 0.1, {}, DriverFile(["127.0.0.1"], 1, "00"))
+
+    async def give_up() -> None:
+        agent = Agent(settings)
+        agent._code = asyncio.get_running_loop().create_future()
+        agent._ever, agent._timeout, agent._away = True, 0.1, 1.0
+        agent._channel = cast("Channel", object())  # of a driver that has just accepted it
+        agent._giving_up = asyncio.create_task(agent._give_up())
+        await agent._giving_up
+        assert not agent._code.done()
+        agent._channel = None
+        watching = asyncio.create_task(agent._watch())
+        assert await asyncio.wait_for(agent._code, SECONDS) == EXIT_PREEMPTED
+        watching.cancel()
+
+    asyncio.run(give_up())
+
+
 def test_agents_move_to_a_driver_that_replaces_theirs(fleet: Fleet) -> None:
     fleet.agent("a")
     fleet.start(0, "echo $$; exec sleep 600")

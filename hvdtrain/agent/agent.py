@@ -12,8 +12,9 @@ Messages, each with a "type" (see protocol.py for how they are sent):
     agent -> driver  register: agent, host, slots, version, clock, running {number: slot}, ended
                      {number: exit code}, signal (that it has received), launch; beat; output:
                      number, stream, text; exit: number, code; signal: number; leave
-    driver -> agent  welcome: driver_timeout; refuse: reason, final; beat; start: number, slot,
-                     command, directory, environment; end: number; finish: code; turn: turn, holds
+    driver -> agent  welcome: driver_timeout; refuse: reason, final; beat; words: words (the first
+                     ones of the next command); start: number, slot, command, directory,
+                     environment; end: number; finish: code; turn: turn, holds
 
 The ranks run on while the driver is away. After `driver_timeout` seconds without it they are asked
 to end. The agent then exits with 75, unless a driver that it cannot reach renews its token: the run
@@ -341,12 +342,16 @@ class Agent:
         self._send_kept()
         if self._leaving:
             self._send({"type": "leave"})
+        words: list[object] = []  # the first ones of a long command
         while True:
             message = await channel.receive()
             self._silent = 0.0
             match message.get("type"):
+                case "words":
+                    words += message["words"]
                 case "start":
-                    self._start(message)
+                    self._start(message, [str(word) for word in [*words, *message["command"]]])
+                    words = []
                 case "end":
                     self._end(int(message["number"]))
                 case "finish":
@@ -494,7 +499,7 @@ class Agent:
 
     # Ranks.
 
-    def _start(self, message: Message) -> None:
+    def _start(self, message: Message, command: list[str]) -> None:
         number = int(message["number"])
         if number in self._ranks or number in self._ended:
             return
@@ -504,7 +509,6 @@ class Agent:
         environment = dict(self._settings.environment)
         environment |= {str(name): str(value) for name, value in message["environment"].items()}
         environment["HOROVOD_RENDEZVOUS_SECRET"] = protocol.rendezvous_secret(self._secret)
-        command = [str(word) for word in message["command"]]
         try:
             started = guard.start(guard.Program(command, environment, str(message["directory"])))
         except OSError as error:

@@ -17,7 +17,7 @@ import secrets
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from hvdtrain.untrusted import checked, parse_json
 
 NAME = ".driver.json"
 STATE_NAME = ".driver-state.json"
-_BYTES = 8192  # constant size, written in place: other hosts see the new content at once
+_BYTES = 1 << 15  # constant size, written in place: other hosts see the new content at once
+_MOST_ADDRESSES = 1000  # a certificate fits, too
 _SECRET_BYTES = 32
 _STATE_BYTES = 64 << 20  # of any job
 
@@ -79,6 +80,7 @@ def write(run: Path, content: DriverFile) -> None:
         UserError: the file belongs to another user.
         OSError: it cannot be written.
     """
+    content = replace(content, addresses=content.addresses[:_MOST_ADDRESSES])
     text = json.dumps(asdict(content)).ljust(_BYTES - 1) + "\n"
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(run / NAME, flags, 0o600)

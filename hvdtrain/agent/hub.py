@@ -18,6 +18,7 @@ when each of them may replace this driver.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import ssl
@@ -48,6 +49,7 @@ _KILLED = 128 + 9  # exit code of a process that was lost with its agent
 _UNREACHABLE = 255  # the same if the hub started the agent; ssh's exit code for a lost connection
 _TERMINATED = 128 + 15  # of a process that was to end before it was started
 _HOST_CHARACTERS = 253
+_PIECE_BYTES = protocol.MAX_FRAME_BYTES // 4  # Linux allows words of at most 128 KiB
 _PARTS = re.compile(r"([0-9]+)")
 
 
@@ -138,7 +140,7 @@ class Hub:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._secret, self._driver_timeout, self._tls = secret, driver_timeout, tls
-        self._command, self._directory = list(command), directory
+        self._command, self._directory = _pieces(command), directory
         self._on_output, self._on_signal, self._say = on_output, on_signal, say
         self._on_hosts: Callable[[], None] = lambda: None
         self._on_isolation: Callable[[], None] = lambda: None
@@ -556,12 +558,15 @@ class Hub:
             return
         agent.processes[process.number] = process
         self._of_process[process.number] = agent
+        *first, last = self._command
+        for words in first:
+            agent.send({"type": "words", "words": words})
         agent.send(
             {
                 "type": "start",
                 "number": process.number,
                 "slot": slot.local_rank,
-                "command": self._command,
+                "command": last,
                 "directory": self._directory,
                 "environment": dict(self._environment(slot, self._address_for(agent))),
             }
@@ -608,6 +613,19 @@ class Hub:
         self._finished = code
         for agent in self._agents.values():
             agent.send({"type": "finish", "code": code})
+
+
+def _pieces(command: Sequence[str]) -> list[list[str]]:
+    """Return the words of a command in lists, each of which fits into a message."""
+    pieces: list[list[str]] = [[]]
+    size = 0
+    for word in command:
+        size += len(json.dumps(word))
+        if size > _PIECE_BYTES and pieces[-1]:
+            pieces.append([])
+            size = len(json.dumps(word))
+        pieces[-1].append(word)
+    return pieces
 
 
 def _natural(host: str) -> list[tuple[int, str]]:

@@ -63,12 +63,22 @@ def test_rank_has_a_session_of_its_own_and_no_variables_of_the_task(fleet: Fleet
 
 def test_program_that_cannot_be_started_ends_with_127(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    fleet.hub._command = ["/no/such/program"]
+    fleet.hub._command = [["/no/such/program"]]
     fleet.agent("a")
     fleet.start(0, "")
     assert fleet.wait_for_exit(0) == 127
     assert "/no/such/program cannot be started: No such file" in fleet.output[0, "stderr"]
     fleet.close()
+
+
+def test_long_command_arrives_complete(fleet: Fleet) -> None:
+    words = [f"{'é' * 30}{number}" for number in range(16_000)]  # as of a glob of many files
+    fleet.hub.finish(0)
+    fleet.new_hub(["sh", "-c", "echo $#; shift 15999; echo $1", "sh", *words])
+    fleet.agent("a")
+    fleet.start(0, "")
+    assert fleet.wait_for_exit(0) == 0
+    assert fleet.output[0, "stdout"] == f"16000\n{words[-1]}\n"
 
 
 def test_all_output_arrives_before_the_exit_code(fleet: Fleet) -> None:

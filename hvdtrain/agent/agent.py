@@ -62,6 +62,7 @@ _CONNECT_SECONDS = 1.5  # to one address of the driver
 _REPLY_SECONDS = 5.0
 _RETRY_SECONDS = (0.05, 0.5)  # after a first failed attempt; longest pause
 _LOOK_SECONDS = 0.25
+_GUARDS_SECONDS = 5.0  # between two looks at the guards
 # Silence of the driver after which its token is watched; how long the token must be unchanged
 # before a successor starts, which then waits until the token is stale; the delay from one agent's
 # turn to the next one's; and the pause after a driver that was found to be alive.
@@ -187,6 +188,7 @@ class Agent:
         self._turn: int | None = None  # to replace the driver; None: it cannot be replaced
         self._holds: set[int] | None = None  # own ranks with the run's state; None: there is none
         self._giving_up: asyncio.Task[None] | None = None
+        self._guards_due = 0.0
         self._leaving = False
         self._finishing: asyncio.Task[None] | None = None
         self._driver: DriverFile | None = None  # of the last connection
@@ -371,6 +373,7 @@ class Agent:
             seen = time.monotonic()
             self._send({"type": "beat"})
             self._send_kept()
+            self._continue_guards(seen)
             if self._leaving and not self._ranks:
                 self._finish(EXIT_PREEMPTED)
             if self._channel is not None:
@@ -388,6 +391,18 @@ class Agent:
                     self._finish(EXIT_PREEMPTED)
             if self._away > self._timeout and self._giving_up is None:
                 self._giving_up = asyncio.create_task(self._give_up())
+
+    def _continue_guards(self, now: float) -> None:
+        """Continue guards that are stopped: they would not report the ends of their ranks."""
+        if now < self._guards_due:
+            return
+        self._guards_due = now + _GUARDS_SECONDS
+        for number, rank in self._ranks.items():
+            if guard.is_stopped(rank.guard.pid):
+                pid = rank.guard.pid
+                _say(f"the guard of rank {number} (process {pid}) was stopped; it is continued")
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGCONT)
 
     # Another driver.
 

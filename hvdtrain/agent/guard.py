@@ -241,6 +241,13 @@ def end_children(seconds: float, spared_seconds: float = 0.0, spared: str = "") 
     return ended
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP."""
+    with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] == b"T"
+    return False
+
+
 def children() -> dict[int, str]:
     """Return pid -> name of the children of this process, also of those that have ended."""
     own, found = str(os.getpid()).encode(), dict[int, str]()

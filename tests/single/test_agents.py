@@ -142,6 +142,15 @@ def test_nothing_outlives_a_killed_guard(fleet: Fleet) -> None:
     poll(lambda: all(has_ended(pid) for pid in left), SECONDS, f"the end of {left}")
 
 
+def test_end_of_a_rank_is_reported_although_its_guard_was_stopped(fleet: Fleet) -> None:
+    fleet.agent("a")
+    fleet.start(0, "echo $$; exec sleep 600")
+    rank = int(fleet.wait_for_output(0, "\n"))
+    fleet.pid("a", "hvdtrain-guard").suspend()
+    os.kill(rank, signal.SIGKILL)
+    assert fleet.wait_for_exit(0) == 137
+
+
 def test_processes_survive_a_broken_connection(fleet: Fleet) -> None:
     fleet.agent("a")
     fleet.start(0, "echo ready; read line < $PIPE; echo after; exit 5".replace(

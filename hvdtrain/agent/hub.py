@@ -32,6 +32,7 @@ from typing import Protocol
 
 import hvdtrain
 from hvdtrain.agent import protocol
+from hvdtrain.agent.connections import UnprovenConnections, report_missing_files
 from hvdtrain.agent.protocol import Channel, Message
 from hvdtrain.untrusted import checked, printable
 
@@ -43,7 +44,7 @@ _SAME_HOST_SECONDS = 2 * protocol.SILENT_SECONDS
 _LOOK_SECONDS = 0.25
 _QUIET_SECONDS = 1.0  # longer than between two beats of an agent
 _FINISH_SECONDS = 10.0
-_WAITING_CONNECTIONS = 256  # that have not proved that they have the job's secret
+_BACKLOG = 4096
 _CLOCK_SECONDS = 5.0  # difference of two hosts' clocks that is reported
 _KILLED = 128 + 9  # exit code of a process that was lost with its agent
 _UNREACHABLE = 255  # the same if the hub started the agent; ssh's exit code for a lost connection
@@ -154,7 +155,7 @@ class Hub:
         # have the run's state; None: no process has one.
         self._turns: dict[str, int] | None = None
         self._holders: Mapping[str, Sequence[int]] | None = None
-        self._pending = 0
+        self._unproven = UnprovenConnections(share=4)
         # Of hosts whose agents have not registered since this driver took over.
         self._expected: dict[str, dict[int, _Process]] = {}
         # Starts an agent on a host; host -> launch of the only agent that may register for it;
@@ -169,7 +170,7 @@ class Hub:
         self.misplaced = False
         self._hosts = threading.Condition()  # of _slots
         self._slots: dict[str, int] = {}
-        self._socket = socket.create_server(("", 0), backlog=1024)
+        self._socket = socket.create_server(("", 0), backlog=_BACKLOG)
         self.port: int = self._socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
@@ -307,9 +308,14 @@ class Hub:
             self._loop.close()
 
     async def _serve(self) -> None:
+        report_missing_files(self._loop, self._say)
         limit = protocol.HANDSHAKE_SECONDS if self._tls is not None else None
         server = await asyncio.start_server(
-            self._serve_connection, sock=self._socket, ssl=self._tls, ssl_handshake_timeout=limit
+            self._serve_connection,
+            sock=self._socket,
+            backlog=_BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=limit,
         )
         seen, left = time.monotonic(), _FINISH_SECONDS - 1
         async with server:
@@ -349,18 +355,13 @@ class Hub:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Serve one agent until its connection breaks."""
-        if self._pending >= _WAITING_CONNECTIONS:
-            writer.transport.abort()
-            return
-        self._pending += 1
         try:
-            channel = await protocol.accept(reader, writer, self._secret)
-            first = await asyncio.wait_for(channel.receive(), protocol.HANDSHAKE_SECONDS)
+            with self._unproven.admitted(writer):
+                channel = await protocol.accept(reader, writer, self._secret)
+                first = await asyncio.wait_for(channel.receive(), protocol.HANDSHAKE_SECONDS)
         except (OSError, asyncio.TimeoutError):
             writer.transport.abort()
             return
-        finally:
-            self._pending -= 1
         with suppress(OSError):
             agent = self._register(channel, first)
             if agent is not None:
@@ -389,6 +390,8 @@ class Hub:
         problem, final = "", True
         try:
             found = checked(Registration, first)
+            if not all(number.isdecimal() for number in (*found.running, *found.ended)):
+                raise ValueError("processes have numbers")
             known = self._agents.get(found.host)
             if found.version != hvdtrain.__version__:
                 problem = f"the driver's hvdtrain is {hvdtrain.__version__}, not {found.version}"

@@ -21,6 +21,7 @@ from horovod.runner.http.http_server import RendezvousServer
 from horovod.runner.util import network
 
 from hvdtrain.agent import protocol
+from hvdtrain.agent.connections import raise_file_limit
 from hvdtrain.agent.hub import Hub
 from hvdtrain.agent.invitation import Invitation
 from hvdtrain.agent.output import rank_prefix, show
@@ -69,7 +70,7 @@ def run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
 def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
     script = horovod_script(command)
     command = script or command
-    key = secrets.token_bytes(32)
+    key, files_before = secrets.token_bytes(32), raise_file_limit()
     rendezvous = RendezvousServer(settings.verbose, protocol.rendezvous_secret(key))
     driver = ElasticDriver(
         rendezvous,
@@ -98,7 +99,7 @@ def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
         os.getcwd(),
         {name: text for name, text in env.items() if horovod_env.is_exportable(name)},
     )
-    agents = StartedAgents(hub, invitation, _ssh(settings), _is_local, say)
+    agents = StartedAgents(hub, invitation, _ssh(settings), _is_local, say, files_before)
     hub.start_agents_with(agents.start)
     code = EXIT_CRASH
     try:

@@ -19,6 +19,7 @@ from typing import Any
 from horovod.runner.common.util import secret as signatures
 from horovod.runner.common.util.hosts import SlotInfo
 
+from hvdtrain.agent.connections import UnprovenConnections, report_missing_files
 from hvdtrain.elastic.rendezvous import Driver, handle_get, handle_report
 from hvdtrain.runtime.environment import answer_seconds
 from hvdtrain.runtime.queued_output import say
@@ -62,6 +63,7 @@ class RequestServer:
         self._refused, self._refused_at = 0, -_REFUSED_SECONDS
         self._loop = asyncio.new_event_loop()
         self._columns = asyncio.Semaphore(_COLUMNS)
+        self._unproven = UnprovenConnections(share=2)
         self._stopped: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
         self._ready = threading.Event()
@@ -106,6 +108,7 @@ class RequestServer:
             self._loop.close()
 
     async def _serve_all(self) -> None:
+        report_missing_files(self._loop, say)
         server = await asyncio.start_server(
             self._serve, "0.0.0.0", 0, limit=_HEAD_BYTES, backlog=_BACKLOG
         )
@@ -144,7 +147,8 @@ class RequestServer:
     ) -> _Answer | None:
         """Return the answer to a request, or None if it was sent."""
         try:
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_SECONDS)
+            with self._unproven.admitted(writer):
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_SECONDS)
         except asyncio.LimitOverrunError:
             return _BAD
         first, *lines = head.decode("latin-1").split("\r\n")

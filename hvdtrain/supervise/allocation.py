@@ -33,6 +33,7 @@ from typing import NamedTuple, NoReturn
 
 from hvdtrain.agent import driver_file, guard, protocol
 from hvdtrain.agent.agent import DRIVER_NAME
+from hvdtrain.agent.connections import raise_file_limit
 from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.agent.hub import Hub, Slot
 from hvdtrain.agent.output import show
@@ -283,6 +284,7 @@ class AllocationDriver:
     ) -> int:
         """Drive the job to its end; `found`: what another driver has started, or None."""
         plan, code = self._plan, EXIT_CRASH
+        raise_file_limit()
         tls, certificate = protocol.new_certificate() if plan.tls else (None, "")
         hub = self._hub = Hub(
             content.key,

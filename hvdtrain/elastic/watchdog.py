@@ -45,6 +45,7 @@ from hvdtrain.log import logger
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 from hvdtrain.runtime.signals import blocked
 from hvdtrain.runtime.work import IDLE_TICKS, WATCHDOG, threads_named, work
+from hvdtrain.untrusted import printable
 
 _LOOK_SECONDS = 0.25
 _LONGEST_LOOK_SECONDS = 0.5  # a longer interval means that the job was suspended
@@ -95,7 +96,7 @@ def start(
             [*command, *map(str, arguments)],
             stdin=subprocess.PIPE,  # receives the path for stacks; closed when this process ends
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,  # read when it has died, see KeptWatchdog
             pass_fds=[heartbeat.descriptor],
         )
     if line is not None:
@@ -414,6 +415,8 @@ def _dump(process: psutil.Process, stacks: Path) -> None:
 
 
 _RESTART_SECONDS = (0.5, 60.0)  # after a watchdog's first end; longest pause
+_REPORTED_ENDS = 3  # after so many ends the reason is reported
+_ERROR_BYTES = 1 << 16  # more than a traceback has
 
 
 class KeptWatchdog:
@@ -449,14 +452,29 @@ class KeptWatchdog:
             self._process.stdin.write(f"{self._stacks}\n".encode())
             self._process.stdin.flush()
 
+    def _last_error(self) -> str:
+        """Return the last line that the watchdog has printed."""
+        if (file := self._process.stderr) is None:
+            return ""
+        with file, suppress(OSError):  # what it has started may keep the pipe open
+            os.set_blocking(file.fileno(), False)
+            lines = os.read(file.fileno(), _ERROR_BYTES).decode(errors="replace").split("\n")
+            return next((printable(line) for line in reversed(lines) if line.strip()), "")
+        return ""
+
     def _keep(self) -> None:
         pause = _RESTART_SECONDS[0]
-        reported = False
+        ends = 0
         while True:
-            code = self._process.wait()
-            if not reported:
-                reported = True
+            code, ends = self._process.wait(), ends + 1
+            if ends == 1:
                 logger.warning("this rank's watchdog ended (%s); it is started again", code)
+            elif ends == _REPORTED_ENDS:
+                logger.warning(
+                    "this rank's watchdog has ended %d times, so a hang may stay unnoticed: %s",
+                    ends,
+                    self._last_error() or code,
+                )
             time.sleep(pause)
             pause = min(2 * pause, _RESTART_SECONDS[1])
             with self._lock, suppress(OSError):  # currently no memory for it

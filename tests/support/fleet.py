@@ -95,15 +95,13 @@ class Fleet:
 
     def pid(self, host: str, name: str) -> psutil.Process:
         """The agent's process of that name, such as hvdtrain-agent."""
-        keeper = self.agents[host].pid
+        keeper = psutil.Process(self.agents[host].pid)
         found: list[psutil.Process] = []
 
         def exists() -> bool:
-            found[:] = running_children(lambda p: p.name() == name, keeper)
+            below = running_children(lambda p: p.name() == name, keeper.pid)
+            found[:] = [keeper] if keeper.name() == name else below
             return bool(found)
-
-        if name == "hvdtrain-keeper":
-            return psutil.Process(keeper)
 
         poll(exists, SECONDS, name)
         return found[0]

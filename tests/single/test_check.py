@@ -321,7 +321,6 @@ FAULTS = {
     "carried": "the loss or the gradient depends on the rank",
     "scheduler": "an unregistered scheduler",
     "weights": "unseeded initial weights",
-    "split": "unseeded split",
     "unseeded": "unseeded random numbers in the dataset",
     "random": "unseeded random numbers, or the time",
     "kernel": "a non-deterministic kernel",
@@ -357,6 +356,15 @@ def test_fault_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: 
     assert not found.same
     assert found.causes[0].startswith(FAULTS[fault]), found.to_text()
     assert VARIABLES.get(fault, "") in found.causes[0]
+
+
+@pytest.mark.soak
+def test_unseeded_split_is_named_by_the_runs_that_refuse_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = checked(tmp_path, monkeypatch, [FAULTY, "split"], 20, sys.executable)
+    assert not found.same
+    assert "give random_split a generator with a seed" in found.to_text(), found.to_text()
 
 
 OF_PAGES = {"README.md": "with hvdtrain.training(model, optimizer, dataset)",

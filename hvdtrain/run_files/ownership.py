@@ -99,6 +99,7 @@ class Ownership:
         self._token_path = directory / f"{name}owner"
         self._lock = FileLock(directory / f"{name}lock")
         self._mine: Token | None = None
+        self._device: int | None = None  # of the directory
         self._before: str | None = None  # the previous owner, after a take-over
         self._seen: Token | None = None
         self._seen_at = now()  # time of the token's last observed change
@@ -151,7 +152,7 @@ class Ownership:
                 if not tolerate_errors:
                     raise
                 self._report(error)
-        self._mine = own
+        self._mine, self._device = own, _device(self.directory)
         self._looked_at = now()
         self._thread = threading.Thread(target=self._beat_on, name="owner", daemon=True)
         self._thread.start()
@@ -286,6 +287,12 @@ class Ownership:
         began, token = now(), read(self._token_path)
         if token is not None and not self._is_mine(token):
             self._lose(token)
+        # Without its mount, the path names an empty directory, in which a run would begin again.
+        # A disk that is mounted again may have another number, and contains the token.
+        device = _device(self.directory)
+        if token is None and device != self._device:
+            raise OSError(errno.ENODEV, "the disk of the run directory is not mounted")
+        self._device = device
         if not self._pace.lease:
             self._note_check(began)
         self._prepare(self._mine)  # the previous holder of the lock may have exited
@@ -346,6 +353,14 @@ class Ownership:
                 error.strerror,
             )
         self._failed = True
+
+
+def _device(directory: Path) -> int | None:
+    """Return the device of a directory, or of the closest one above it that exists."""
+    for path in (directory, *directory.parents):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return os.stat(path).st_dev
+    return None
 
 
 def _superseded(directory: Path, token: Token) -> UserError:

@@ -53,7 +53,7 @@ class TokenPace(NamedTuple):
     Args:
         beat: seconds between heartbeats.
         stale, short_stale: see STALE_SECONDS and SHORT_STALE_SECONDS.
-        lease: the owner exits when it has not renewed the token for `stale` seconds of its own
+        lease: the owner exits when it has not renewed the token for `patience` seconds of its own
             time, and a check counts only if the token was written, too. Exit code 75: another
             process continues its job.
     """
@@ -62,6 +62,7 @@ class TokenPace(NamedTuple):
     stale: float = STALE_SECONDS
     short_stale: float = SHORT_STALE_SECONDS
     lease: bool = False
+    patience: float = STALE_SECONDS
 
 
 NORMAL_PACE = TokenPace()
@@ -105,6 +106,7 @@ class Ownership:
         self._seen_at = now()  # time of the token's last observed change
         self._looked_at = -1.0  # time of the last check that found this process as the owner
         self._failed = False
+        self._renewals = 0  # heartbeats that the disk has answered
         self._wake = threading.Event()
         self._looked = threading.Condition()
         self._released = False
@@ -298,6 +300,7 @@ class Ownership:
         self._prepare(self._mine)  # the previous holder of the lock may have exited
         self._mine = replace(self._mine, beats=self._mine.beats + 1)
         self._write(self._mine)
+        self._renewals += 1
         if self._pace.lease:
             self._note_check(began)
 
@@ -307,16 +310,21 @@ class Ownership:
             self._looked.notify_all()
 
     def _end_without_lease(self) -> None:
-        """Exit when the token cannot be renewed: another process may own the run."""
-        unsure, began = 0.0, now()
+        """Exit when the token cannot be renewed: another process may own the run.
+
+        A slow disk, whose answers come too late for `held`, is no reason: this process decides
+        nothing meanwhile, and each answer shows that no other one has the token.
+        """
+        unsure, began, renewals = 0.0, now(), self._renewals
         while not self._released:
             time.sleep(_LOOK_SECONDS)
             # Time in which this process was suspended does not count: it checks the token first.
             passed, began = min(now() - began, 2 * _LOOK_SECONDS), now()
-            unsure = 0.0 if self.held() else unsure + passed
-            if unsure > self._pace.stale - 2 * self._pace.beat:
+            unsure = 0.0 if self.held() or renewals != self._renewals else unsure + passed
+            renewals = self._renewals
+            if unsure > self._pace.patience - 2 * self._pace.beat:
                 self._exit(
-                    f"{self._token_path} could not be renewed for {self._pace.stale:.0f} s, so "
+                    f"{self._token_path} could not be renewed for {self._pace.patience:.0f} s, so "
                     "another process may have taken over: this process exits"
                 )
 

@@ -53,7 +53,7 @@ class TokenPace(NamedTuple):
     Args:
         beat: seconds between heartbeats.
         stale, short_stale: see STALE_SECONDS and SHORT_STALE_SECONDS.
-        lease: the owner exits when it has not renewed the token for `stale` seconds of its own
+        lease: the owner exits when it has not renewed the token for `patience` seconds of its own
             time, and a check counts only if the token was written, too. Exit code 75: another
             process continues its job.
     """
@@ -62,6 +62,7 @@ class TokenPace(NamedTuple):
     stale: float = STALE_SECONDS
     short_stale: float = SHORT_STALE_SECONDS
     lease: bool = False
+    patience: float = STALE_SECONDS
 
 
 NORMAL_PACE = TokenPace()
@@ -99,11 +100,13 @@ class Ownership:
         self._token_path = directory / f"{name}owner"
         self._lock = FileLock(directory / f"{name}lock")
         self._mine: Token | None = None
+        self._device: int | None = None  # of the directory
         self._before: str | None = None  # the previous owner, after a take-over
         self._seen: Token | None = None
         self._seen_at = now()  # time of the token's last observed change
         self._looked_at = -1.0  # time of the last check that found this process as the owner
         self._failed = False
+        self._renewals = 0  # heartbeats that the disk has answered
         self._wake = threading.Event()
         self._looked = threading.Condition()
         self._released = False
@@ -151,7 +154,7 @@ class Ownership:
                 if not tolerate_errors:
                     raise
                 self._report(error)
-        self._mine = own
+        self._mine, self._device = own, _device(self.directory)
         self._looked_at = now()
         self._thread = threading.Thread(target=self._beat_on, name="owner", daemon=True)
         self._thread.start()
@@ -286,11 +289,18 @@ class Ownership:
         began, token = now(), read(self._token_path)
         if token is not None and not self._is_mine(token):
             self._lose(token)
+        # Without its mount, the path names an empty directory, in which a run would begin again.
+        # A disk that is mounted again may have another number, and contains the token.
+        device = _device(self.directory)
+        if token is None and device != self._device:
+            raise OSError(errno.ENODEV, "the disk of the run directory is not mounted")
+        self._device = device
         if not self._pace.lease:
             self._note_check(began)
         self._prepare(self._mine)  # the previous holder of the lock may have exited
         self._mine = replace(self._mine, beats=self._mine.beats + 1)
         self._write(self._mine)
+        self._renewals += 1
         if self._pace.lease:
             self._note_check(began)
 
@@ -300,16 +310,21 @@ class Ownership:
             self._looked.notify_all()
 
     def _end_without_lease(self) -> None:
-        """Exit when the token cannot be renewed: another process may own the run."""
-        unsure, began = 0.0, now()
+        """Exit when the token cannot be renewed: another process may own the run.
+
+        A slow disk, whose answers come too late for `held`, is no reason: this process decides
+        nothing meanwhile, and each answer shows that no other one has the token.
+        """
+        unsure, began, renewals = 0.0, now(), self._renewals
         while not self._released:
             time.sleep(_LOOK_SECONDS)
             # Time in which this process was suspended does not count: it checks the token first.
             passed, began = min(now() - began, 2 * _LOOK_SECONDS), now()
-            unsure = 0.0 if self.held() else unsure + passed
-            if unsure > self._pace.stale - 2 * self._pace.beat:
+            unsure = 0.0 if self.held() or renewals != self._renewals else unsure + passed
+            renewals = self._renewals
+            if unsure > self._pace.patience - 2 * self._pace.beat:
                 self._exit(
-                    f"{self._token_path} could not be renewed for {self._pace.stale:.0f} s, so "
+                    f"{self._token_path} could not be renewed for {self._pace.patience:.0f} s, so "
                     "another process may have taken over: this process exits"
                 )
 
@@ -346,6 +361,14 @@ class Ownership:
                 error.strerror,
             )
         self._failed = True
+
+
+def _device(directory: Path) -> int | None:
+    """Return the device of a directory, or of the closest one above it that exists."""
+    for path in (directory, *directory.parents):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return os.stat(path).st_dev
+    return None
 
 
 def _superseded(directory: Path, token: Token) -> UserError:

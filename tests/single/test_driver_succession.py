@@ -200,7 +200,7 @@ import sys, time
 from pathlib import Path
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership, TokenPace
-owner = Ownership(Path(sys.argv[1]), ".launch.", pace=TokenPace(0.1, 1.0, 1.0, lease=True))
+owner = Ownership(Path(sys.argv[1]), ".launch.", pace=TokenPace(0.1, 1.0, 1.0, True, 1.0))
 owner.acquire(Claim.of_this_process())
 assert owner.held()
 print("held", flush=True)
@@ -221,6 +221,30 @@ def test_holder_of_a_lease_exits_when_it_cannot_be_renewed(tmp_path: Path) -> No
         assert holder.wait(10) == EXIT_PREEMPTED
         assert 0.5 < time.monotonic() - began < 5
         assert "could not be renewed" in holder.stderr.read()
+
+
+SLOW_LEASE = """
+import sys, time
+from pathlib import Path
+from hvdtrain.run_files import ownership
+from hvdtrain.run_files.owner_token import Claim
+from hvdtrain.run_files.ownership import Ownership, TokenPace
+def slow(path, read=ownership.read):
+    time.sleep(0.6)
+    return read(path)
+ownership.read = slow
+owner = Ownership(Path(sys.argv[1]), ".launch.", pace=TokenPace(0.1, 3.0, 3.0, True, 3.0))
+owner.acquire(Claim.of_this_process())
+while owner._mine.beats < 9:
+    time.sleep(0.1)
+assert not owner.held(), "it must not act on what it knew before"
+"""
+
+
+def test_holder_of_a_lease_survives_a_slow_disk(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", SLOW_LEASE, str(tmp_path / "run")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_process_follows_the_driver_file_when_its_driver_is_gone(tmp_path: Path) -> None:

@@ -16,10 +16,14 @@ from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.layout import finished, verify
 from hvdtrain.files import FileLock, is_open_at
 from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.run_files import ownership
 from hvdtrain.run_files.events_file import EventsFile, read_lines
 from hvdtrain.run_files.metrics_file import MetricsFile
+from hvdtrain.run_files.owner_token import Claim
+from hvdtrain.run_files.ownership import Ownership, TokenPace
 from hvdtrain.run_files.run_directory import RunDirectory
 from tests.support import runs
+from tests.support.job import poll
 
 
 def _steps(path: Path) -> list[int]:
@@ -174,3 +178,27 @@ def test_lock_on_a_removed_file_is_taken_again(tmp_path: Path) -> None:
     assert own.held and not other.held
     own.close()
     other.close()
+
+
+def test_run_is_not_made_again_on_another_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when its disk is unmounted, and the path names the mount point."""
+    run, away, device = tmp_path / "runs" / "a", tmp_path / "away", [1]
+    monkeypatch.setattr(ownership, "_device", lambda _: device[0])
+    owner = Ownership(run, pace=TokenPace(beat=0.1))
+    owner.acquire(Claim.of_this_process())
+    try:
+        device[0] = 2
+        assert owner.held(60), "a disk that is mounted again may have another number"
+        poll(lambda: owner._device == 2, 60, "a heartbeat there")
+        device[0] = 3
+        run.parent.rename(away)
+        poll(lambda: owner.failures > 1, 60, "a failed heartbeat")
+        assert not run.exists() and not owner.held()
+        away.rename(run.parent)
+        poll(lambda: owner.held(1.0), 60, "the next heartbeat")
+        run.parent.rename(away)  # a purge: the disk is the same
+        poll((run / ".owner").exists, 60, "a directory that is made again")
+    finally:
+        owner.release()

@@ -269,6 +269,7 @@ class Supervisor:
         since = f" from step {run_progress.newest_checkpoint(plan.run)}" if plan.steps_known else ""
         _say(f"starting {plural(total_slots(job), 'rank')} on {as_text(job)}{since}")
         began, env = time.time(), os.environ | {LAUNCH_VARIABLE: str(plan.run)}
+        env[mpi.HOSTS_VARIABLE] = as_text(job) if plan.controller == "mpi" else ""
         launcher = Launcher(self._argv(job, env), env)
         # An elastic launcher watches its hosts itself.
         watched = (job, self._hosts.listed) if plan.controller == "mpi" else ([], list)

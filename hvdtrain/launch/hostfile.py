@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -87,6 +88,9 @@ def read_hostfile(path: str) -> list[Host]:
 def slurm_hosts(env: Mapping[str, str] = os.environ) -> list[Host]:
     """Return the nodes of this process's Slurm job, with the tasks of each.
 
+    SLURM_TASKS_PER_NODE may count more tasks than were asked for (`--ntasks=20
+    --ntasks-per-node=8` on 3 nodes): nodes then get as equal shares of SLURM_NTASKS as they can.
+
     Raises:
         UserError: this is not a Slurm job, or scontrol fails.
     """
@@ -102,7 +106,24 @@ def slurm_hosts(env: Mapping[str, str] = os.environ) -> list[Host]:
             f"--slurm: {len(names)} nodes in SLURM_JOB_NODELIST={nodes}, but {len(slots)} in "
             f"SLURM_TASKS_PER_NODE={tasks}"
         )
-    return [Host(name, count) for name, count in zip(names, slots, strict=True)]
+    if _SLOTS.fullmatch(asked := env.get("SLURM_NTASKS", "")):
+        slots = _at_most(slots, int(asked))
+    return [Host(name, count) for name, count in zip(names, slots, strict=True) if count]
+
+
+def _at_most(slots: list[int], total: int) -> list[int]:
+    """Return `slots` lowered as evenly as possible to `total` in all, on the last hosts first."""
+
+    def of_level(level: int) -> int:
+        return sum(min(count, level) for count in slots)
+
+    level = bisect_right(range(max(slots) + 1), total, key=of_level) - 1
+    lowered, left = [], total - of_level(level)
+    for count in slots:
+        more = count > level and left > 0
+        lowered.append(min(count, level) + more)
+        left -= more
+    return lowered
 
 
 def tasks_per_node(text: str) -> list[int]:

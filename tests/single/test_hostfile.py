@@ -113,3 +113,24 @@ def test_missing_slurm_job_is_a_user_error(tmp_path: Path, monkeypatch: pytest.M
     _scontrol(tmp_path, monkeypatch, "echo no such job >&2; exit 1")
     with pytest.raises(UserError, match="no such job"):
         slurm_hosts({"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "8"})
+
+
+@pytest.mark.parametrize(
+    ("tasks", "asked", "expected"),
+    [
+        ("8(x3)", "20", [7, 7, 6]),
+        ("4(x3)", "3", [1, 1, 1]),
+        ("8,2,8", "12", [5, 2, 5]),
+        ("8(x2),4", "20", [8, 8, 4]),
+        ("8(x2),4", "", [8, 8, 4]),
+        ("2(x2)", "9", [2, 2]),
+        ("999999999(x2)", "999999999", [500000000, 499999999]),
+    ],
+)
+def test_slurm_hosts_have_no_more_tasks_than_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: str, asked: str, expected: list[int]
+) -> None:
+    names = [f"n{number}" for number in range(len(expected))]
+    _scontrol(tmp_path, monkeypatch, f"printf '%s\\n' {' '.join(names)}")
+    job = {"SLURM_JOB_NODELIST": "n", "SLURM_TASKS_PER_NODE": tasks, "SLURM_NTASKS": asked}
+    assert slurm_hosts(job) == [Host(*one) for one in zip(names, expected, strict=True)]

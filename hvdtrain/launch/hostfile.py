@@ -17,6 +17,10 @@ from hvdtrain.errors import UserError
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SLOTS = re.compile(r"[0-9]{1,9}")
 _SCONTROL_SECONDS = 10
+# In a host file, after the name; Open MPI reads all of them.
+_LIMIT = re.compile(r"\s+max[_-]slots\s*=\s*\d+")
+_COUNT = re.compile(r"\s+(?:slots|count|cpu)\s*=\s*")
+_OF_SSH = re.compile(r"@|\b(?:port|user_?name)\s*=")
 
 
 class Host(NamedTuple):
@@ -61,7 +65,8 @@ def parse_hosts(text: str) -> list[Host]:
 def read_hostfile(path: str) -> list[Host]:
     """Read one host per line: `node1 slots=8` (Open MPI), `node1:8`, or `node1` for one slot.
 
-    `#` starts a comment; Open MPI's max_slots is ignored. A repeated name adds slots.
+    `#` or `//` starts a comment, `count` and `cpu` mean slots as in Open MPI, and max_slots is
+    ignored. A repeated name adds slots.
 
     Raises:
         UserError: a line is wrong (the message names file and line), or there is no host.
@@ -75,11 +80,18 @@ def read_hostfile(path: str) -> list[Host]:
         raise UserError(f"{path} is not a text file") from None
     found = []
     for number, line in enumerate(lines, start=1):
-        text = line.partition("#")[0].strip()
+        text = re.split("#|//", line, maxsplit=1)[0].strip()
+        where = f"{path}, line {number}: {text}"
+        if _OF_SSH.search(text):
+            raise UserError(
+                f"{where}: a user or port is not read here: set User and Port of the host in "
+                "~/.ssh/config"
+            )
+        if text.startswith("[") or text.count(":") > 1:
+            raise UserError(f"{where}: MPIs do not read IPv6 addresses: give the host's name")
         if text:
-            entry = re.sub(r"\s+max[_-]slots\s*=\s*\d+", "", text)
-            entry = re.sub(r"\s+slots\s*=\s*", ":", entry)
-            found.append(_entry(entry, f"{path}, line {number}: {text}", "node1 slots=8"))
+            entry = _COUNT.sub(":", _LIMIT.sub("", text), count=1)
+            found.append(_entry(entry, where, "node1 slots=8"))
     if not found:
         raise UserError(f"{path}: no host in it; write a line such as 'node1 slots=8'")
     return _merge(found)

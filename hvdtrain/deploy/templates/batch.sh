@@ -146,7 +146,7 @@ launcher=$!
 
 # SIGTERM: the scheduler ends the job.
 ended=''
-trap 'interrupted=yes; kill -USR1 "$launcher" 2>/dev/null || true' USR1
+trap 'interrupted=yes; kill -USR1 "$launcher" 2>/dev/null || true' USR1 USR2
 trap 'interrupted=yes ended=yes; kill -TERM "$launcher" 2>/dev/null || true' TERM
 while :; do
     interrupted='' code=0

@@ -16,7 +16,8 @@ def _put_python_first() -> None:
     """Let Python's own modules come before those of the current directory.
 
     `python -m hvdtrain.train` puts that directory first: a queue.py there would be imported in
-    place of Python's.
+    place of Python's. For programs that import nothing of the user's it comes last, as with the
+    option -P of newer Pythons: a psutil.py there would be imported in place of the package.
     """
     # While Python locates the module that it runs, argv[0] is "-m".
     if sys.argv[:1] != ["-m"] or not any("hvdtrain." in word for word in sys.orig_argv):
@@ -25,6 +26,19 @@ def _put_python_first() -> None:
     in_zip = f"{os.path.dirname(own)}/python{sys.version_info[0]}{sys.version_info[1]}.zip"
     of_python = [in_zip, own, os.path.join(own, "lib-dynload")]
     sys.path.sort(key=lambda path: path not in of_python)  # the others keep their order
+    if {*_OWN_PROGRAMS}.intersection(sys.orig_argv) and (current := _current()) in sys.path:
+        sys.path.remove(current)
+        sys.path.append(current)
+
+
+def _current() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was deleted
+        return ""
+
+
+_OWN_PROGRAMS = ("hvdtrain.agent", "hvdtrain.elastic.watchdog", "hvdtrain.supervise.successor")
 
 
 _put_python_first()

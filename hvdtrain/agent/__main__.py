@@ -11,6 +11,7 @@ from hvdtrain.agent import invitation
 from hvdtrain.agent.agent import AgentSettings, keep
 from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.errors import UserError
+from hvdtrain.runtime.queued_output import queued, say
 
 # To connect to the driver, which waits for this agent.
 _WAIT_SECONDS = 30.0
@@ -33,9 +34,10 @@ def main() -> int:
             launch=invited.launch,
             attached=invited.attached,
         )
-        return keep(settings)
+        with queued():
+            return keep(settings)
     except UserError as error:
-        print(f"hvdtrain agent: error: {error}", file=sys.stderr, flush=True)
+        say(f"error: {error}", "hvdtrain agent")
         return error.exit_code
 
 

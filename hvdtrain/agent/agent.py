@@ -12,8 +12,9 @@ Messages, each with a "type" (see protocol.py for how they are sent):
     agent -> driver  register: agent, host, slots, version, clock, running {number: slot}, ended
                      {number: exit code}, signal (that it has received), launch; beat; output:
                      number, stream, text; exit: number, code; signal: number; leave
-    driver -> agent  welcome: driver_timeout; refuse: reason, final; beat; start: number, slot,
-                     command, directory, environment; end: number; finish: code; turn: turn, holds
+    driver -> agent  welcome: driver_timeout; refuse: reason, final; beat; words: words (the first
+                     ones of the next command); start: number, slot, command, directory,
+                     environment; end: number; finish: code; turn: turn, holds
 
 The ranks run on while the driver is away. After `driver_timeout` seconds without it they are asked
 to end. The agent then exits with 75, unless a driver that it cannot reach renews its token: the run
@@ -55,12 +56,14 @@ from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
 from hvdtrain.run_files import owner_token
 from hvdtrain.run_files.owner_token import Token, moved
 from hvdtrain.runtime.environment import launched
+from hvdtrain.runtime.queued_output import flush, say
 from hvdtrain.runtime.signals import ASKING, PAIR_SECONDS, requests
 
 _CONNECT_SECONDS = 1.5  # to one address of the driver
 _REPLY_SECONDS = 5.0
 _RETRY_SECONDS = (0.05, 0.5)  # after a first failed attempt; longest pause
 _LOOK_SECONDS = 0.25
+_GUARDS_SECONDS = 5.0  # between two looks at the guards
 # Silence of the driver after which its token is watched; how long the token must be unchanged
 # before a successor starts, which then waits until the token is stale; the delay from one agent's
 # turn to the next one's; and the pause after a driver that was found to be alive.
@@ -184,9 +187,11 @@ class Agent:
         self._turn: int | None = None  # to replace the driver; None: it cannot be replaced
         self._holds: set[int] | None = None  # own ranks with the run's state; None: there is none
         self._giving_up: asyncio.Task[None] | None = None
+        self._guards_due = 0.0
         self._leaving = False
         self._finishing: asyncio.Task[None] | None = None
         self._driver: DriverFile | None = None  # of the last connection
+        self._distrusts = False  # the driver's file, which another user may have changed
         self._successor: int | None = None  # pid of a driver that this agent started
         self._code: asyncio.Future[int]
 
@@ -248,6 +253,12 @@ class Agent:
             driver = await self._read_driver()
         except OSError:
             return None
+        except UserError as error:
+            if not self._ever:
+                raise
+            if not self._distrusts:
+                _say(f"another driver cannot be found: {error}")
+            self._distrusts, driver = True, self._driver  # the ranks do not end by it
         if driver is None:
             return None
         own_launch = driver_file.launch_identity()
@@ -332,12 +343,16 @@ class Agent:
         self._send_kept()
         if self._leaving:
             self._send({"type": "leave"})
+        words: list[object] = []  # the first ones of a long command
         while True:
             message = await channel.receive()
             self._silent = 0.0
             match message.get("type"):
+                case "words":
+                    words += message["words"]
                 case "start":
-                    self._start(message)
+                    self._start(message, [str(word) for word in [*words, *message["command"]]])
+                    words = []
                 case "end":
                     self._end(int(message["number"]))
                 case "finish":
@@ -357,6 +372,7 @@ class Agent:
             seen = time.monotonic()
             self._send({"type": "beat"})
             self._send_kept()
+            self._continue_guards(seen)
             if self._leaving and not self._ranks:
                 self._finish(EXIT_PREEMPTED)
             if self._channel is not None:
@@ -374,6 +390,18 @@ class Agent:
                     self._finish(EXIT_PREEMPTED)
             if self._away > self._timeout and self._giving_up is None:
                 self._giving_up = asyncio.create_task(self._give_up())
+
+    def _continue_guards(self, now: float) -> None:
+        """Continue guards that are stopped: they would not report the ends of their ranks."""
+        if now < self._guards_due:
+            return
+        self._guards_due = now + _GUARDS_SECONDS
+        for number, rank in self._ranks.items():
+            if guard.is_stopped(rank.guard.pid):
+                pid = rank.guard.pid
+                _say(f"the guard of rank {number} (process {pid}) was stopped; it is continued")
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGCONT)
 
     # Another driver.
 
@@ -460,9 +488,10 @@ class Agent:
                 alive = await asyncio.wait_for(self._driver_is_elsewhere(run), self._timeout)
         if alive:
             _say(f"{run} continues on other hosts, which this host cannot reach")
-            self._away, self._giving_up = 0.0, None
+            self._away = 0.0
         elif self._channel is None:
             self._finish(EXIT_PREEMPTED)
+        self._giving_up = None  # a driver that has just accepted this agent may go away, too
 
     async def _driver_is_elsewhere(self, run: Path) -> bool:
         """Whether a driver renews its token for longer than one that finds no ranks and ends."""
@@ -484,7 +513,7 @@ class Agent:
 
     # Ranks.
 
-    def _start(self, message: Message) -> None:
+    def _start(self, message: Message, command: list[str]) -> None:
         number = int(message["number"])
         if number in self._ranks or number in self._ended:
             return
@@ -494,7 +523,6 @@ class Agent:
         environment = dict(self._settings.environment)
         environment |= {str(name): str(value) for name, value in message["environment"].items()}
         environment["HOROVOD_RENDEZVOUS_SECRET"] = protocol.rendezvous_secret(self._secret)
-        command = [str(word) for word in message["command"]]
         try:
             started = guard.start(guard.Program(command, environment, str(message["directory"])))
         except OSError as error:
@@ -779,7 +807,7 @@ def _run_one(settings: AgentSettings, driver: _FirstDriver) -> int:
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
-            sys.stderr.flush()
+            flush()
             os._exit(code)
 
     def pass_on(number: int, _: object) -> None:
@@ -808,5 +836,4 @@ def _run_agent(settings: AgentSettings, first_driver: int | None) -> int:
 
 
 def _say(message: str) -> None:
-    with suppress(OSError):
-        print(f"hvdtrain agent on {socket.gethostname()}: {message}", file=sys.stderr, flush=True)
+    say(message, f"hvdtrain agent on {socket.gethostname()}")

@@ -4,7 +4,8 @@ RUN/.driver-state.json: what the next driver must know of the job (elastic/job_r
 
 All hosts see the run directory, so agents find the driver whatever started them, and also a driver
 that replaces another one. Whoever can write this file could start programs on all hosts, so an
-agent trusts only files of its own user that no other user can read or write.
+agent trusts only files of its own user that no other user can write. The mode of a file that others
+can read, as after `chmod -R g+rX RUN`, is restored.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ import os
 import secrets
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
+from hvdtrain.runtime.queued_output import say
 from hvdtrain.untrusted import checked, parse_json
 
 NAME = ".driver.json"
 STATE_NAME = ".driver-state.json"
-_BYTES = 8192  # constant size, written in place: other hosts see the new content at once
+_BYTES = 1 << 15  # constant size, written in place: other hosts see the new content at once
+_MOST_ADDRESSES = 1000  # a certificate fits, too
 _SECRET_BYTES = 32
 _STATE_BYTES = 64 << 20  # of any job
 
@@ -75,6 +80,7 @@ def write(run: Path, content: DriverFile) -> None:
         UserError: the file belongs to another user.
         OSError: it cannot be written.
     """
+    content = replace(content, addresses=content.addresses[:_MOST_ADDRESSES])
     text = json.dumps(asdict(content)).ljust(_BYTES - 1) + "\n"
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(run / NAME, flags, 0o600)
@@ -134,7 +140,7 @@ def read_state(run: Path) -> dict[str, Any] | None:
 
 
 def _read_private(path: Path, limit: int) -> bytes | None:
-    """Return the first `limit` bytes of a file that only this user can access; None: no file."""
+    """Return the first `limit` bytes of a file that only this user can write; None: no file."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -143,9 +149,21 @@ def _read_private(path: Path, limit: int) -> bytes | None:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise UserError(f"{path} does not belong to this user: remove it")
+        if stat.S_IMODE(found.st_mode) & 0o022:
+            raise UserError(f"{path} can be written by other users: its mode must be 0600")
         if stat.S_IMODE(found.st_mode) & 0o077:
-            raise UserError(f"{path} is accessible to other users: its mode must be 0600")
+            _report_readable(path)
+            with suppress(OSError):
+                os.fchmod(handle, 0o600)
         return file.read(limit)
+
+
+@cache
+def _report_readable(path: Path) -> None:
+    say(
+        f"warning: {path} could be read by other users; its mode is set to 0600 again. It contains "
+        "the secret of this job: if they are not trusted, end the run and start it again"
+    )
 
 
 def launch_identity(env: Mapping[str, str] = os.environ) -> str:

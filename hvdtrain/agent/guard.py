@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
+from hvdtrain.runtime.queued_output import flush
 from hvdtrain.runtime.signals import ASKING
 
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -113,6 +114,7 @@ def _guard(agent: int, control: int, stdout: int, stderr: int, program: Program)
         code = 128 + ended_by if ended_by else os.WEXITSTATUS(status)
     except BaseException:  # this process must not return to the agent's loop
         sys.excepthook(*sys.exc_info())
+        flush()
     finally:
         os._exit(code)
 
@@ -152,8 +154,12 @@ def _start_rank(stdout: int, stderr: int, program: Program) -> int:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
-        with suppress(OSError):  # it may exist on the driver's host only
-            os.chdir(program.directory)
+        # It may exist on the driver's host only, or not any more, as the agent's own.
+        for directory in (program.directory, ".", "/"):
+            with suppress(OSError):
+                os.chdir(directory)
+                os.getcwd()
+                break
         os.execvpe(program.command[0], list(program.command), program.environment)
     except OSError as error:
         where = f"{socket.gethostname()}: {program.command[0]} cannot be started"
@@ -231,6 +237,13 @@ def end_children(seconds: float, spared_seconds: float = 0.0, spared: str = "") 
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
     return ended
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP."""
+    with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] == b"T"
+    return False
 
 
 def children() -> dict[int, str]:

@@ -18,6 +18,7 @@ when each of them may replace this driver.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import ssl
@@ -31,6 +32,7 @@ from typing import Protocol
 
 import hvdtrain
 from hvdtrain.agent import protocol
+from hvdtrain.agent.connections import UnprovenConnections, report_missing_files
 from hvdtrain.agent.protocol import Channel, Message
 from hvdtrain.untrusted import checked, printable
 
@@ -42,12 +44,13 @@ _SAME_HOST_SECONDS = 2 * protocol.SILENT_SECONDS
 _LOOK_SECONDS = 0.25
 _QUIET_SECONDS = 1.0  # longer than between two beats of an agent
 _FINISH_SECONDS = 10.0
-_WAITING_CONNECTIONS = 256  # that have not proved that they have the job's secret
+_BACKLOG = 4096
 _CLOCK_SECONDS = 5.0  # difference of two hosts' clocks that is reported
 _KILLED = 128 + 9  # exit code of a process that was lost with its agent
 _UNREACHABLE = 255  # the same if the hub started the agent; ssh's exit code for a lost connection
 _TERMINATED = 128 + 15  # of a process that was to end before it was started
 _HOST_CHARACTERS = 253
+_PIECE_BYTES = protocol.MAX_FRAME_BYTES // 4  # Linux allows words of at most 128 KiB
 _PARTS = re.compile(r"([0-9]+)")
 
 
@@ -138,7 +141,7 @@ class Hub:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._secret, self._driver_timeout, self._tls = secret, driver_timeout, tls
-        self._command, self._directory = list(command), directory
+        self._command, self._directory = _pieces(command), directory
         self._on_output, self._on_signal, self._say = on_output, on_signal, say
         self._on_hosts: Callable[[], None] = lambda: None
         self._on_isolation: Callable[[], None] = lambda: None
@@ -152,7 +155,7 @@ class Hub:
         # have the run's state; None: no process has one.
         self._turns: dict[str, int] | None = None
         self._holders: Mapping[str, Sequence[int]] | None = None
-        self._pending = 0
+        self._unproven = UnprovenConnections(share=4)
         # Of hosts whose agents have not registered since this driver took over.
         self._expected: dict[str, dict[int, _Process]] = {}
         # Starts an agent on a host; host -> launch of the only agent that may register for it;
@@ -167,7 +170,7 @@ class Hub:
         self.misplaced = False
         self._hosts = threading.Condition()  # of _slots
         self._slots: dict[str, int] = {}
-        self._socket = socket.create_server(("", 0), backlog=1024)
+        self._socket = socket.create_server(("", 0), backlog=_BACKLOG)
         self.port: int = self._socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
@@ -305,9 +308,14 @@ class Hub:
             self._loop.close()
 
     async def _serve(self) -> None:
+        report_missing_files(self._loop, self._say)
         limit = protocol.HANDSHAKE_SECONDS if self._tls is not None else None
         server = await asyncio.start_server(
-            self._serve_connection, sock=self._socket, ssl=self._tls, ssl_handshake_timeout=limit
+            self._serve_connection,
+            sock=self._socket,
+            backlog=_BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=limit,
         )
         seen, left = time.monotonic(), _FINISH_SECONDS - 1
         async with server:
@@ -347,18 +355,13 @@ class Hub:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Serve one agent until its connection breaks."""
-        if self._pending >= _WAITING_CONNECTIONS:
-            writer.transport.abort()
-            return
-        self._pending += 1
         try:
-            channel = await protocol.accept(reader, writer, self._secret)
-            first = await asyncio.wait_for(channel.receive(), protocol.HANDSHAKE_SECONDS)
+            with self._unproven.admitted(writer):
+                channel = await protocol.accept(reader, writer, self._secret)
+                first = await asyncio.wait_for(channel.receive(), protocol.HANDSHAKE_SECONDS)
         except (OSError, asyncio.TimeoutError):
             writer.transport.abort()
             return
-        finally:
-            self._pending -= 1
         with suppress(OSError):
             agent = self._register(channel, first)
             if agent is not None:
@@ -387,6 +390,8 @@ class Hub:
         problem, final = "", True
         try:
             found = checked(Registration, first)
+            if not all(number.isdecimal() for number in (*found.running, *found.ended)):
+                raise ValueError("processes have numbers")
             known = self._agents.get(found.host)
             if found.version != hvdtrain.__version__:
                 problem = f"the driver's hvdtrain is {hvdtrain.__version__}, not {found.version}"
@@ -556,12 +561,15 @@ class Hub:
             return
         agent.processes[process.number] = process
         self._of_process[process.number] = agent
+        *first, last = self._command
+        for words in first:
+            agent.send({"type": "words", "words": words})
         agent.send(
             {
                 "type": "start",
                 "number": process.number,
                 "slot": slot.local_rank,
-                "command": self._command,
+                "command": last,
                 "directory": self._directory,
                 "environment": dict(self._environment(slot, self._address_for(agent))),
             }
@@ -608,6 +616,19 @@ class Hub:
         self._finished = code
         for agent in self._agents.values():
             agent.send({"type": "finish", "code": code})
+
+
+def _pieces(command: Sequence[str]) -> list[list[str]]:
+    """Return the words of a command in lists, each of which fits into a message."""
+    pieces: list[list[str]] = [[]]
+    size = 0
+    for word in command:
+        size += len(json.dumps(word))
+        if size > _PIECE_BYTES and pieces[-1]:
+            pieces.append([])
+            size = len(json.dumps(word))
+        pieces[-1].append(word)
+    return pieces
 
 
 def _natural(host: str) -> list[tuple[int, str]]:

@@ -6,6 +6,7 @@ the ssh session ends, however that happens, the agent's stdin ends, and with it 
 
 from __future__ import annotations
 
+import resource
 import secrets
 import shlex
 import subprocess
@@ -47,6 +48,7 @@ class StartedAgents:
         ssh: argv before the host's name: `ssh_command`, or a program that passes no stdin on.
         is_local: whether a name means this host.
         say: prints a message for the user.
+        files: soft and hard limit on open files of agents on this host.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class StartedAgents:
         ssh: Sequence[str],
         is_local: Callable[[str], bool],
         say: Callable[[str], None],
+        files: tuple[int, int],
     ) -> None:
         self._hub, self._invitation, self._ssh = hub, invitation, list(ssh)
-        self._is_local, self._say = is_local, say
+        self._is_local, self._say, self._files = is_local, say, files
         self._lock = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}  # of hosts whose agent has not ended
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -119,6 +122,8 @@ class StartedAgents:
             start_new_session=True,
             cwd="/" if local else None,
         )
+        with suppress(OSError):  # its ranks must not inherit the driver's limit
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, self._files)
         with self._lock:
             self._processes[host] = process
         limit = threading.Timer(_REGISTER_SECONDS, self._check, [host, launch, process])

@@ -17,7 +17,7 @@ from hvdtrain.config_files import flag_names, read_yaml
 from hvdtrain.config_renames import RENAMED
 from hvdtrain.engine.config import RunConfig
 from hvdtrain.errors import UserError
-from hvdtrain.run_files.run_directory import default_id
+from hvdtrain.run_files.run_directory import default_id, new_directory
 from hvdtrain.tasks import installed
 
 
@@ -145,21 +145,7 @@ def run_directory(task: str, config: Mapping[str, Any]) -> Path:
     root = Path(keys.get("root", RunConfig.root)).absolute()
     if keys.get("id"):
         return root / str(keys["id"])
-    return _new_directory(root, default_id(Path(name).stem if is_file else name))
-
-
-def _new_directory(root: Path, name: str) -> Path:
-    """Create a new directory. Several runs may start in one second and share `name`."""
-    for number in itertools.count(1):
-        directory = root / (name if number == 1 else f"{name}-{number}")
-        try:
-            directory.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError:
-            pass  # the run reports the error
-        return directory
-    raise AssertionError("numbers do not end")
+    return new_directory(root, default_id(Path(name).stem if is_file else name))
 
 
 def import_directory(task: str) -> Path | None:

@@ -105,7 +105,7 @@ def run(
     # Ranks on other hosts get their environment from the command.
     train = ["env", *more, sys.executable, "-m", "hvdtrain.train", *flags]
     env = os.environ | dict(word.split("=", 1) for word in more)
-    launcher = Launcher([sys.executable, "-m", "hvdtrain.cli", *launch, *train], env)
+    launcher = Launcher([sys.executable, "-m", "hvdtrain.cli", *launch, *train], env, os.getcwd())
     code = _wait(launcher)
     last_lines = launcher.last_lines()
     if code == EXIT_USER:

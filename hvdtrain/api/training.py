@@ -57,6 +57,7 @@ from hvdtrain.runtime.collectives import AgreedError, RankLostError
 from hvdtrain.runtime.device import random_numbers_kept, random_state, seed_all
 from hvdtrain.runtime.environment import forget_launcher, launched_size, process_start
 from hvdtrain.runtime.failure import abort_all_ranks, check_not_left_mpi, leave_horovod
+from hvdtrain.runtime.heartbeat import HEARTBEAT, Activity
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.user_errors import report
 from hvdtrain.runtime.wrappers import unwrapped
@@ -362,6 +363,7 @@ class Training:
         else:
             self._stop.ignore()
         leave_horovod()
+        HEARTBEAT.beat(Activity.DONE)
         if raised is not None:
             raise raised
         if self._code and not continues:

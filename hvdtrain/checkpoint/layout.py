@@ -19,6 +19,7 @@ Nothing is pickled. Nothing here imports torch.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -242,7 +243,7 @@ def sha256_of(path: Path) -> str:
 
 
 def delete(directory: Path) -> None:
-    """Delete a checkpoint, or the leftover of another process, atomically.
+    """Delete a checkpoint, or the leftover of another process; atomically where that is possible.
 
     Raises:
         OSError: it cannot be deleted. It is not an error if another process has deleted it already.
@@ -252,14 +253,33 @@ def delete(directory: Path) -> None:
         os.rename(directory, hidden)
     except FileNotFoundError:
         return
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        # In a lower layer of an overlay file system, such as a container's image.
+        (directory / MARKER).unlink(missing_ok=True)
+        hidden = directory
     shutil.rmtree(hidden)
 
 
-def delete_leftovers(root: Path) -> None:
-    """Delete the hidden directories of dead processes; keep running processes' directories."""
-    for directory in root.glob(".step_*.tmp"):
-        if _is_left(directory):
-            delete(directory)
+def move(directory: Path, to: Path) -> None:
+    """Rename a checkpoint; copy and delete it if it is in a lower layer of a file system.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    try:
+        os.rename(directory, to)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.copytree(directory, to)
+        delete(directory)
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Return the hidden directories of dead processes, but not of running ones."""
+    return [directory for directory in root.glob(".step_*.tmp") if _is_left(directory)]
 
 
 def _is_left(directory: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -12,10 +12,11 @@ from hvdtrain.checkpoint.layout import (
     MARKER,
     DamagedError,
     delete,
-    delete_leftovers,
     directory_name,
     finished,
+    leftovers,
     loss_of,
+    move,
     named,
     retained,
     step_of,
@@ -70,17 +71,17 @@ class CheckpointManager:
             OSError: it could not be written; older ones are untouched.
         """
         self._confirm()
-        with _only_warning():
-            delete_leftovers(self.root)
+        _delete_each(lambda: leftovers(self.root))
         directory = write(self.root, checkpoint, self._confirm)
-        with _only_warning():
-            losses = {path: loss_of(path) if self._keep_best else None for path in self.finished()}
-            uploading = self._mirror.uploading if self._mirror is not None else None
-            for old in losses.keys() - retained(losses, self._keep) - {uploading}:
-                delete(old)
+        _delete_each(self._superfluous)
         if self._mirror is not None:
             self._mirror.notify()
         return directory
+
+    def _superfluous(self) -> Iterable[Path]:
+        losses = {path: loss_of(path) if self._keep_best else None for path in self.finished()}
+        uploading = self._mirror.uploading if self._mirror is not None else None
+        return losses.keys() - retained(losses, self._keep) - {uploading}
 
     def supersede(self, after: int) -> None:
         """Rename the checkpoints of steps after `after`, from which the run continues.
@@ -97,7 +98,7 @@ class CheckpointManager:
                         name := self.root / f"left_{directory.name}{f'-{n}' if n > 1 else ''}"
                     ).exists()
                 )
-                directory.rename(aside)
+                move(directory, aside)
                 logger.warning(
                     "%s is now %s: the run resumes from before it", directory, aside.name
                 )
@@ -167,6 +168,14 @@ class FilesOfRank:
             OSError: they could not be written.
         """
         write_own_files(self._root, checkpoint)
+
+
+def _delete_each(find: Callable[[], Iterable[Path]]) -> None:
+    """Delete checkpoints. What fails is logged; it prevents neither a checkpoint nor the others."""
+    with _only_warning():
+        for old in find():
+            with _only_warning():
+                delete(old)
 
 
 @contextmanager

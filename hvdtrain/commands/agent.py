@@ -49,8 +49,10 @@ def add_slots(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from hvdtrain.agent.agent import AgentSettings, environment_of_ranks, keep
     from hvdtrain.agent.host import default_slots
+    from hvdtrain.runtime.queued_output import queued
 
     slots = args.slots or default_slots()
     environment = environment_of_ranks()
     settings = AgentSettings(args.run.absolute(), args.host, slots, args.wait, environment)
-    return keep(settings, args.driver)
+    with queued():
+        return keep(settings, args.driver)

@@ -161,7 +161,7 @@ def _columns(args: argparse.Namespace, ranks: RankGroup) -> None:
     from hvdtrain.tasks.tabular import Tabular
 
     try:
-        from hvdtrain.tasks.tabular_data import open_training, scan_columns
+        from hvdtrain.tasks.tabular_data import open_training, scan_columns, share_borders
     except ImportError as error:
         raise (of_import(error) or error) from None
 
@@ -175,7 +175,7 @@ def _columns(args: argparse.Namespace, ranks: RankGroup) -> None:
     config = settings.task_config
     if args.out.suffix != ".json" or config.tabular.columns is not None:
         raise UserError("--out names a .json file, and tabular.columns is not given: it is made")
-    table, wanted = open_training(config, ranks)
+    table, wanted = open_training(config, share_borders(config, ranks), ranks)
     began = time.perf_counter()
     columns = scan_columns(config.tabular, table, wanted, ranks)
     seconds = time.perf_counter() - began

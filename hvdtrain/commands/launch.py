@@ -89,6 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from hvdtrain.runtime.queued_output import queued
+
+    with queued():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from hvdtrain.launch.discovery import parse_probe
     from hvdtrain.launch.hostfile import read_hosts, total_slots
     from hvdtrain.supervise.supervisor import SupervisedRun, Supervisor

@@ -1,6 +1,7 @@
 """Kinds of files by their first bytes, to refuse files that their name or a key describes wrongly.
 
-Compressed files, archives, arrays and tables begin with magic bytes, and text has no NUL bytes.
+Compressed files, archives, arrays and tables begin with magic bytes, and text has no NUL bytes, or
+few that a faulty program left in it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hvdtrain.errors import UserError
 HEAD_BYTES = 8000
 _SHORTEST_TEXT = 64
 _MOST_BYTES = 4  # of a character
+_TEXT_PER_NUL = 100  # bytes
 
 
 class FileKind(NamedTuple):
@@ -59,7 +61,7 @@ _MAGIC = {
     rb"PK\x03\x04.{26}[^\x00]{1,255}?/data\.pkl": FileKind("a file of torch.save", _TO_RECORDS),
     rb"PK\x03\x04": FileKind("a zip archive", "unpack it with `unzip {shell}`"),
     rb".{257}ustar": TAR_ARCHIVE,
-    rb"PAR1": PARQUET_FILE,
+    rb"PAR1[\x00-\x08\x0e-\x1f]": PARQUET_FILE,  # a text may begin with the letters
     rb"ARROW1\x00\x00|\xff{4}.{2}[\x00-\x0f]\x00": FileKind(
         "an Arrow file",
         "convert it to Parquet, a directory of `save_to_disk` with "
@@ -144,7 +146,13 @@ def _other_than_text(path: DataFile) -> FileKind | None:
     head = beginning(path, HEAD_BYTES)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return _UTF_16
-    return kind_of(head) or (_BINARY if b"\0" in head else None)
+    return kind_of(head) or (_BINARY if _is_binary(head) else None)
+
+
+def _is_binary(head: bytes) -> bool:
+    """Whether a file has NUL bytes, and not only some in a text of printable characters."""
+    nuls = head.count(b"\0")
+    return nuls > 0 and (nuls * _TEXT_PER_NUL > len(head) or not is_text(head.replace(b"\0", b"")))
 
 
 def _filled(kind: FileKind, path: DataFile) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.data.config import DataConfig
+from hvdtrain.data.file_kinds import check_text
 from hvdtrain.data.files import hidden_copy, remove_leftovers, split_files
 from hvdtrain.data.remote import DataFile
 from hvdtrain.data.text import RECORDS, Tokenizer, document_files, encode_file
@@ -137,7 +138,8 @@ def read_text(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenArray, Tok
     """(train, validation) tokens of the configured text.
 
     Raises:
-        UserError: a file is missing or unreadable, or the tokenizer cannot separate documents.
+        UserError: a file is missing, unreadable or not text, or the tokenizer cannot separate
+            documents.
     """
     separator = tokenizer.separator(config.source, config.document_mask)
     source = config.source, config.text_key, separator
@@ -147,6 +149,9 @@ def read_text(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenArray, Tok
         return np.concatenate([encode_file(path, tokenizer, *source) for path in files])
 
     def both() -> tuple[TokenArray, TokenArray]:
+        if config.source not in RECORDS:
+            check_text(config.key("train"), train_files)
+            check_text(config.key("validation" if config.validation else "train"), validation_files)
         train = tokens(train_files)
         if validation_files:
             return train, tokens(validation_files)

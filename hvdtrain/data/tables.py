@@ -27,6 +27,8 @@ from hvdtrain.data.records import line_number
 from hvdtrain.errors import UserError
 
 Kind = Literal["number", "category", "date"]
+# By path of a CSV file: offsets of the header, of each part, and of the end.
+Borders = dict[str, list[int]]
 _DATE_PARTS = ("year", "month", "day", "weekday")
 _TIME_PARTS = ("hour", "minute")
 _FUNCTIONS = {"weekday": "day_of_week"}  # pyarrow's names, if different
@@ -85,28 +87,52 @@ class Cells(NamedTuple):
     categories: dict[str, Any]
 
 
-def open_table(key: str, files: Sequence[Path], categories: Sequence[str]) -> Table:
+def csv_borders(key: str, files: Sequence[Path]) -> Borders:
+    """Read the CSV files among `files` whole, to find where their rows end.
+
+    Raises:
+        UserError: a file is not text, cannot be read, or has a quoted cell without an end.
+    """
+    texts = [file for file in files if file.suffix == ".csv"]
+    check_text(key, texts)
+    return {str(file): _borders(file) for file in texts}
+
+
+def open_table(
+    key: str, files: Sequence[Path], categories: Sequence[str], known: Borders | None = None
+) -> Table:
     """Find the parts and columns of files that have the same columns.
 
     Args:
         categories: columns to treat as categories although their values are numbers.
+        known: of CSV files that need not be read whole.
 
     Raises:
         UserError: a file is incomplete or not a table, or its columns differ from the first file's.
     """
     import_pyarrow()
-    check_text(key, [file for file in files if file.suffix == ".csv"])
+    known = known or {}
+    others = [file for file in files if not _fits(file, known)]
+    borders = {**known, **csv_borders(key, others)}
     first: dict[str, Any] = {}
     parts: list[TablePart] = []
     for file in files:
         if file.suffix == ".parquet":
             types, own = open_parquet(file)
         else:
-            types, own = open_csv(file, first, categories)
+            types, own = open_csv(file, borders[str(file)], first, categories)
         _check_columns(key, file, types, files[0], first or types)
         first = first or types
         parts += own
     return table_of(key, parts, first, categories)
+
+
+def _fits(file: Path, known: Borders) -> bool:
+    """Whether borders are known of this file; another host may have another one of its name."""
+    try:
+        return known[str(file)][-1] == file.stat().st_size
+    except (KeyError, OSError):
+        return False
 
 
 def table_of(
@@ -228,16 +254,17 @@ def _reader(file: Path, group: int) -> Callable[[Sequence[str]], Any]:
 
 
 def open_csv(
-    file: Path, first: dict[str, Any], categories: Sequence[str]
+    file: Path, borders: Sequence[int], first: dict[str, Any], categories: Sequence[str]
 ) -> tuple[dict[str, Any], list[TablePart]]:
     """Open a CSV file; columns get the types that they have in the first file."""
-    borders = _borders(file)
     header, *parts = pairwise(borders)
     with problems_of(str(file)):
         names = _parsed(_range(file, *header), None, None).column_names
         if len(set(names)) < len(names):
             raise UserError(f"{file}: two columns in its first line have the same name")
-        looks = _parsed(_range(file, *parts[0]), names, None).schema if parts else None
+        looks = None
+        if parts and not first.keys() >= {*names}:
+            looks = _parsed(_range(file, *parts[0]), names, None).schema
     types = {name: first.get(name) or _csv_type(name, looks, categories) for name in names}
     return types, [TablePart(str(file), _csv_reader(file, names, types, part)) for part in parts]
 

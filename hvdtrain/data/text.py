@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.file_kinds import check_text
 from hvdtrain.data.files import find_files, standard_library
 from hvdtrain.data.index import Format
 from hvdtrain.data.parquet import PARQUET, read_group, records_of, row_groups
@@ -262,13 +261,15 @@ def document_files(
 ) -> list[DataFile]:
     """The files that hold documents; without patterns, the standard library's source files.
 
+    Files of text are not opened; see `check_text`.
+
     Args:
         key: that names the patterns, for messages.
         source: as `data.source`.
         keys: that set the source and the name of a record's text, for messages.
 
     Raises:
-        UserError: a pattern matches no file, or records or binary files would be read as text.
+        UserError: a pattern matches no file, or records would be read as text.
     """
     records = RECORDS.get(source)
     kind = (records.suffixes, records.name) if records else ()
@@ -277,7 +278,6 @@ def document_files(
     files = find_files(key, patterns, *kind)
     if records is None:
         _refuse_records(key, files, *keys)
-        check_text(key, files)
         return files
     full = [path for path in files if not _is_empty(path, source)]
     if not full:

@@ -18,6 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from hvdtrain.data.file_kinds import check_text
 from hvdtrain.data.files import (
     assign_files,
     hidden_copy,
@@ -25,7 +26,7 @@ from hvdtrain.data.files import (
     split_files,
 )
 from hvdtrain.data.remote import DataFile
-from hvdtrain.data.text import Tokenizer, document_files, encode_file
+from hvdtrain.data.text import RECORDS, Tokenizer, document_files, encode_file
 from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta, split_end
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_directory
@@ -157,6 +158,8 @@ def _plan(source: Source, out: Path, ranks: int) -> TokenizePlan:
         raise UserError(f"--validation-fraction must lie in (0, 1), not {fraction}")
     tokenizer = Tokenizer(source.tokenizer)
     paths = document_files("--input", source.patterns, source.kind, ("--source", "--text-key"))
+    if source.kind not in RECORDS:
+        check_text("--input", paths)
     train, validation = (paths, []) if len(paths) == 1 else split_files(paths, fraction)
     files = [("train", path) for path in train] + [("validation", path) for path in validation]
     owners = assign_files([path.stat().st_size for _, path in files], ranks)

@@ -736,8 +736,10 @@ def _end_job(job: JobState, now: float) -> list[Action]:
         late = now - job.killed_since > _END_SECONDS
         return [ReportResult(job.exit_code or EXIT_CRASH)] if late else []
     assert job.ending_since is not None
-    if job.horovod_script and job.alive("running"):
-        # For example, rank 0 still evaluates or saves the model.
+    running = job.alive("running")
+    of_script = any(p.status is not None and p.status.works_on for p in running)
+    if running and (job.horovod_script or (of_script and not job.exit_code)):
+        # For example, rank 0 still evaluates, or uploads the model.
         return [_stop()] if job.stop_requested else []
     limit = _END_SECONDS if job.generations else _END_OF_START_SECONDS
     return [EndJob(0)] if now - job.ending_since > limit else []

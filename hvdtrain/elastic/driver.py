@@ -70,8 +70,8 @@ from hvdtrain.elastic.status import ProcessStatus
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER
 from hvdtrain.run_files.host_records import LAUNCH_VARIABLE, HostRecords
 from hvdtrain.runtime import interfaces
+from hvdtrain.runtime.queued_output import say
 from hvdtrain.runtime.signals import PAIR_SECONDS, handle, requests
-from hvdtrain.untrusted import printable_lines
 
 # Seconds between discoveries (below full size, at full size); running the discovery script
 # dominates the cost.
@@ -167,7 +167,7 @@ class ElasticDriver:
         self._heartbeats: HeartbeatReceiver | None = None
         self._silent: list[str] = []  # processes whose silence ended the last generation
         run = os.environ.get(LAUNCH_VARIABLE)
-        self._records = HostRecords(Path(run), _say) if run else None
+        self._records = HostRecords(Path(run), say) if run else None
         self._exit_code = EXIT_CRASH
         self._shutdown = threading.Event()  # all processes are killed
         self._finished = threading.Event()  # wait returns
@@ -189,10 +189,10 @@ class ElasticDriver:
                     sys.exit(EXIT_USER)  # discovery has printed the reason
                 found = f"discovery finds {count} slots, and -np is {min_num_proc}"
                 if time.monotonic() - began > self._state.timeout:
-                    _say(f"error: after {self._state.timeout} s {found}")
+                    say(f"error: after {self._state.timeout} s {found}")
                     sys.exit(EXIT_CRASH)
                 if time.monotonic() - began > _REPORT_SECONDS and found != reported:
-                    _say(f"{found}: waiting for hosts")
+                    say(f"{found}: waiting for hosts")
                     reported = found
                 self._changed.wait(0.2)
 
@@ -262,7 +262,7 @@ class ElasticDriver:
             secret = getattr(self._rendezvous, "secret", None) or ""
             self._heartbeats = HeartbeatReceiver(_port_of(self._rendezvous), secret.encode())
         except OSError as error:
-            _say(f"heartbeats cannot be received: {error}")
+            say(f"heartbeats cannot be received: {error}")
             return
         self._heartbeats.listen(self)
 
@@ -320,7 +320,7 @@ class ElasticDriver:
                 if not actions:
                     return
         except Exception:  # a bug in the driver must not leave the job without one
-            _say(f"error in the elastic driver:\n{traceback.format_exc()}")
+            say(f"error in the elastic driver:\n{traceback.format_exc()}")
             self._kill(EXIT_CRASH)
             self._finish(self._state.exit_code)
 
@@ -333,20 +333,20 @@ class ElasticDriver:
         if self._records is not None and self._state.incidents:
             for incident in self._state.incidents:
                 self._records.add(*incident)
-            self._find_suspects(self._records, say=True)
+            self._find_suspects(self._records, named=False)
         self._state.incidents.clear()
 
-    def _find_suspects(self, records: HostRecords, say: bool) -> None:
+    def _find_suspects(self, records: HostRecords, named: bool) -> None:
         """Update the suspect hosts; `hvdtrain launch` has named those that were known before."""
         before = self._state.suspects
         self._state.suspects = records.suspects(self._state.hosts.slots)
-        for host in self._state.suspects if say else ():
+        for host in () if named else self._state.suspects:
             if host not in before:
-                _say(f"{host} is used last from now on: {records.summary(host)}")
+                say(f"{host} is used last from now on: {records.summary(host)}")
 
     def _perform(self, action: Action, now: float) -> None:
         if action.message:
-            _say(action.message)
+            say(action.message)
         self._state.apply(action, now)
         match action:
             case StartProcess():
@@ -417,7 +417,7 @@ class ElasticDriver:
     def _act_on(self, message: str) -> None:
         """Print the message of an event, and act on the event at once."""
         if message:
-            _say(message)
+            say(message)
         self._act()
 
     # --- requests of processes, through rendezvous.py ----------------------
@@ -537,13 +537,13 @@ class ElasticDriver:
         if self._records is not None:
             self._records.load()
         if problem := self._discover_once():
-            _say(f"error: {problem}")
+            say(f"error: {problem}")
             self._kill(EXIT_USER)
         while not self._shutdown.is_set():
             self._hosts_changed.wait(self._discovery_pause())
             self._hosts_changed.clear()
             if not self._shutdown.is_set() and (problem := self._discover_once()):
-                _say(problem)
+                say(problem)
 
     def _discover_once(self) -> str:
         """Adopt the hosts that a discovery finds; return why it failed, or ""."""
@@ -554,9 +554,9 @@ class ElasticDriver:
         with self._changed:
             final = getattr(self._discovery, "removals_are_final", False)
             for change in self._state.hosts_found(found, time.monotonic(), final):
-                _say(change)
+                say(change)
             if self._records is not None:
-                self._find_suspects(self._records, say=False)
+                self._find_suspects(self._records, named=True)
             self._changed.notify_all()
         return ""
 
@@ -596,14 +596,14 @@ class ElasticDriver:
         with self._changed:
             process = self._state.process(silence.number)
             if process is not None and process.state == "lost":
-                _say(f"{process} responds again after {silence.seconds:.2f} s; it is replaced")
+                say(f"{process} responds again after {silence.seconds:.2f} s; it is replaced")
 
     def on_lost_datagrams(self, silence: Silence) -> None:
         """Report that a process responds only over TCP."""
         with self._changed:
             process = self._state.process(silence.number)
             if process is not None and process.state in ("running", "waiting"):
-                _say(
+                say(
                     f"{process} responds over TCP, but no heartbeat (UDP) has arrived for "
                     f"{silence.seconds:.2f} s: until heartbeats arrive again, agents and "
                     "elastic.timeout_seconds detect its failure"
@@ -615,12 +615,12 @@ class ElasticDriver:
             if self._state.ending:
                 return
             if seconds:
-                _say(
+                say(
                     f"heartbeats stopped all at once {seconds:.2f} s ago: the network of this host "
                     "may have failed, so no rank is ended"
                 )
             else:
-                _say("heartbeats arrive again")
+                say("heartbeats arrive again")
 
     # --- end of the job ------------------------------------------------------
 
@@ -640,14 +640,10 @@ class ElasticDriver:
         if self._verbose and self._heartbeats is not None:
             detector = self._heartbeats.detector
             longest, phi = detector.longest, detector.phi
-            _say(f"heartbeats: the longest delay was {longest:.2f} s (phi {phi:.0f})")
+            say(f"heartbeats: the longest delay was {longest:.2f} s (phi {phi:.0f})")
         self._exit_code = code if code >= 0 else 128 - code
         self._finished.set()
 
 
 def _port_of(server: Any) -> int:
     return int(server.port if hasattr(server, "port") else server._httpd.server_address[1])
-
-
-def _say(message: str) -> None:
-    print(f"hvdtrain: {printable_lines(message)}", file=sys.stderr, flush=True)

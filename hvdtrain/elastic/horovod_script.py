@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -270,8 +271,9 @@ def main(command: list[str]) -> int:
     sys.argv = command
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         # In place of the current directory of `python -m`, see hvdtrain/__init__.py.
-        if (current := os.getcwd()) in sys.path:
-            del sys.path[-1 - sys.path[::-1].index(current)]
+        with suppress(OSError):  # it may be removed
+            if (current := os.getcwd()) in sys.path:
+                del sys.path[-1 - sys.path[::-1].index(current)]
         # hvdtrain has put Python's own modules first.
         named = os.environ.get("PYTHONPATH", "").split(":")
         sys.path.sort(key=lambda path: path not in named)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from signal import SIGINT
 from typing import IO, Any
@@ -21,16 +21,17 @@ from horovod.runner.http.http_server import RendezvousServer
 from horovod.runner.util import network
 
 from hvdtrain.agent import protocol
+from hvdtrain.agent.connections import raise_file_limit
 from hvdtrain.agent.hub import Hub
 from hvdtrain.agent.invitation import Invitation
-from hvdtrain.agent.output import RankOutput, rank_prefix
+from hvdtrain.agent.output import rank_prefix, show
 from hvdtrain.agent.started import StartedAgents, ssh_command
 from hvdtrain.elastic.command import horovod_script, runs_hvdtrain
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.rendezvous import environment_of
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.runtime import interfaces
-from hvdtrain.untrusted import printable_lines
+from hvdtrain.runtime.queued_output import Destination, queued, say
 
 # An agent ends its ranks after this time without horovodrun, if its stdin does not end before.
 _DRIVER_SECONDS = 60.0
@@ -46,7 +47,7 @@ def serves(command: Sequence[str]) -> bool:
     """
     ours = runs_hvdtrain(command) or horovod_script(command) is not None
     if not ours:
-        _say(
+        say(
             "Horovod's own elastic driver starts this command, because neither its script nor a "
             "module that the script imports uses hvdtrain.training or hvd.elastic; if it trains "
             "with hvdtrain, set HVDTRAIN_ELASTIC=1"
@@ -62,9 +63,14 @@ def run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
         env: the environment of the ranks.
         command: argv of a rank.
     """
+    with queued():
+        return _run(settings, env, command)
+
+
+def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
     script = horovod_script(command)
     command = script or command
-    key = secrets.token_bytes(32)
+    key, files_before = secrets.token_bytes(32), raise_file_limit()
     rendezvous = RendezvousServer(settings.verbose, protocol.rendezvous_secret(key))
     driver = ElasticDriver(
         rendezvous,
@@ -83,10 +89,8 @@ def run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
     driver.handle_signals()
     files = _Files(settings.output_filename, settings.num_proc)
     prefix = _with_time if settings.prefix_output_with_timestamp else rank_prefix
-    output = RankOutput(prefix, files.write)
-    hub = Hub(
-        key, _DRIVER_SECONDS, command, os.getcwd(), output.put, _SignalsOfAgents(driver).on, _say
-    )
+    output = partial(show, prefix=prefix, copy=files.write)
+    hub = Hub(key, _DRIVER_SECONDS, command, os.getcwd(), output, _SignalsOfAgents(driver).on, say)
     hub.on_start(lambda slot, _: environment_of(slot, address, port))
     invitation = Invitation(
         interfaces.addresses_from(address),
@@ -95,19 +99,16 @@ def run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
         os.getcwd(),
         {name: text for name, text in env.items() if horovod_env.is_exportable(name)},
     )
-    agents = StartedAgents(hub, invitation, _ssh(settings), _is_local, _say)
+    agents = StartedAgents(hub, invitation, _ssh(settings), _is_local, say, files_before)
     hub.start_agents_with(agents.start)
     code = EXIT_CRASH
     try:
-        driver.start(
-            _Processes(hub, output, command if settings.verbose else None), settings.num_proc
-        )
+        driver.start(_Processes(hub, command if settings.verbose else None), settings.num_proc)
         code = driver.wait()
         driver.stop()
     finally:
         hub.finish(code)
         agents.end(_END_SECONDS)
-        output.end()
     return code
 
 
@@ -118,17 +119,17 @@ class _Processes:
         command: printed at each start; None: not printed.
     """
 
-    def __init__(self, hub: Hub, output: RankOutput, command: Sequence[str] | None) -> None:
-        self._hub, self._output, self._command = hub, output, command
+    def __init__(self, hub: Hub, command: Sequence[str] | None) -> None:
+        self._hub, self._command = hub, command
         self.end, self.end_all = hub.end, hub.end_all
 
     def start(self, slot: SlotInfo, on_exit: Callable[[int], None]) -> None:
         if self._command is not None:
-            self._output.say(str(list(self._command)))
+            print(f"{list(self._command)}\n", end="")
 
         def ended(code: int) -> None:
             if code:
-                self._output.say(f"Process {slot.rank} exit with status code {code}.")
+                print(f"Process {slot.rank} exit with status code {code}.\n", end="")
             on_exit(code)
 
         self._hub.start(slot, ended)
@@ -154,20 +155,27 @@ class _Files:
     def __init__(self, directory: str | None, ranks: int) -> None:
         self._directory = Path(directory) if directory else None
         self._digits = len(str(ranks - 1))
-        self._files: dict[tuple[int, str], IO[str]] = {}
+        self._destinations: dict[tuple[int, str], Destination] = {}
         if self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, number: int, stream: str, text: str) -> None:
         if self._directory is None:
             return
-        file = self._files.get((number, stream))
-        if file is None:
+        if (destination := self._destinations.get((number, stream))) is None:
             of_rank = self._directory / f"rank.{number:0{self._digits}d}"
-            of_rank.mkdir(exist_ok=True)
-            file = self._files[number, stream] = (of_rank / stream).open("w")
-        file.write(text)
-        file.flush()
+            destination = self._destinations[number, stream] = Destination(
+                partial(_append, of_rank / stream, [])
+            )
+        destination.put(text.encode())
+
+
+def _append(path: Path, opened: list[IO[bytes]], content: bytes) -> int:
+    """Write to a file that is opened, and emptied, with the first call."""
+    if not opened:
+        path.parent.mkdir(exist_ok=True)
+        opened.append(path.open("wb", buffering=0))
+    return opened[0].write(content)
 
 
 def _with_time(number: int, stream: str, _: str) -> str:
@@ -182,7 +190,3 @@ def _ssh(settings: Any) -> list[str]:
 
 def _is_local(host: str) -> bool:
     return network.resolve_host_address(host) in network.get_local_host_addresses()
-
-
-def _say(message: str) -> None:
-    print(f"hvdtrain: {printable_lines(message)}", file=sys.stderr, flush=True)

@@ -98,6 +98,10 @@ def make_handler(driver: Driver) -> type:
     from horovod.runner.http.http_server import RendezvousHandler
 
     class Handler(RendezvousHandler):
+        def __init__(self, *arguments: Any) -> None:
+            # By default it looks up the current directory, which may have been deleted.
+            super().__init__(*arguments, directory=os.devnull)
+
         def _get_value(self, scope: str, key: str) -> bytes | None:
             if scope in _GETS:
                 return handle_get(driver, scope, key)

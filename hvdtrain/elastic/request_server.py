@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -20,8 +19,10 @@ from typing import Any
 from horovod.runner.common.util import secret as signatures
 from horovod.runner.common.util.hosts import SlotInfo
 
+from hvdtrain.agent.connections import UnprovenConnections, report_missing_files
 from hvdtrain.elastic.rendezvous import Driver, handle_get, handle_report
 from hvdtrain.runtime.environment import answer_seconds
+from hvdtrain.runtime.queued_output import say
 from hvdtrain.untrusted import printable
 
 _HEAD_SECONDS, _BODY_SECONDS = 3.0, 30.0  # to receive a request
@@ -62,6 +63,7 @@ class RequestServer:
         self._refused, self._refused_at = 0, -_REFUSED_SECONDS
         self._loop = asyncio.new_event_loop()
         self._columns = asyncio.Semaphore(_COLUMNS)
+        self._unproven = UnprovenConnections(share=2)
         self._stopped: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
         self._ready = threading.Event()
@@ -106,6 +108,7 @@ class RequestServer:
             self._loop.close()
 
     async def _serve_all(self) -> None:
+        report_missing_files(self._loop, say)
         server = await asyncio.start_server(
             self._serve, "0.0.0.0", 0, limit=_HEAD_BYTES, backlog=_BACKLOG
         )
@@ -144,7 +147,8 @@ class RequestServer:
     ) -> _Answer | None:
         """Return the answer to a request, or None if it was sent."""
         try:
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_SECONDS)
+            with self._unproven.admitted(writer):
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_SECONDS)
         except asyncio.LimitOverrunError:
             return _BAD
         first, *lines = head.decode("latin-1").split("\r\n")
@@ -249,8 +253,8 @@ class RequestServer:
         if time.monotonic() - self._refused_at >= _REFUSED_SECONDS:
             self._refused_at = time.monotonic()
             sender = writer.get_extra_info("peername")[0]
-            print(f"hvdtrain: refused a request of {sender}: {printable(request[:80])} {why}; "
-                  f"{self._refused} refused so far", file=sys.stderr, flush=True)  # fmt: skip
+            say(f"refused a request of {sender}: {printable(request[:80])} {why}; "
+                f"{self._refused} refused so far")  # fmt: skip
         return HTTPStatus.FORBIDDEN, b""
 
 

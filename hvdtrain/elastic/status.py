@@ -129,6 +129,7 @@ class ProcessStatus:
         reachable_step: the latest step as of which it can provide that shard: `step`, or one more
             if a pending step can still be applied because another process has done it.
         gpu: see `runtime.device.gpu_of`.
+        works_on: after the run, it may work on for any time: a script with its own loop.
     """
 
     identity: Identity
@@ -141,6 +142,7 @@ class ProcessStatus:
     shard: int | None = None
     reachable_step: int = 0
     gpu: str = ""
+    works_on: bool = False
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> ProcessStatus:

@@ -8,9 +8,11 @@ The watchdog writes the rank's stacks to RUN/logs and kills the rank when
   8 kB/s counts as idle: a thread that samples or exports metrics uses that much. A busy rank,
   which may only be slow, is killed after 10 times as long. Before a rank takes part, no rank waits
   for it: it may be idle for 10 times as long, and busy without a limit. A rank that waits in a
-  generation that is over is killed after 10 times as long, busy or not;
+  generation that is over is killed after 10 times as long, busy or not. A rank is not killed
+  while the pipe or terminal of its output is not read (Ctrl-S, a pager): it may wait for that;
 - its launcher is gone: the process that started the rank has ended, or the launcher cannot be
-  reached while the rank waits for its next generation.
+  reached while the rank waits for its next generation. Without an elastic launcher the rank is
+  first asked to stop (SIGTERM): the ranks write a checkpoint and end.
 
 The watchdog reports the reason to an elastic launcher, and also if SIGKILL does not end the rank:
 the kernel cannot end a process that waits for a dead disk. An elastic job then continues without
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -42,12 +45,15 @@ from hvdtrain.log import logger
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 from hvdtrain.runtime.signals import blocked
 from hvdtrain.runtime.work import IDLE_TICKS, WATCHDOG, threads_named, work
+from hvdtrain.untrusted import printable
 
 _LOOK_SECONDS = 0.25
 _LONGEST_LOOK_SECONDS = 0.5  # a longer interval means that the job was suspended
 _STOPPED_SECONDS = 1.0
 _UNREACHABLE_SECONDS = 6.0
 _ORPHAN_SECONDS = 2.0
+_ORPHANED = "its launcher is gone"
+_SAVE_SECONDS = 600.0  # at most, for orphans that are asked to stop
 _BUSY_FACTOR = 10
 _LOADING_FACTOR = 10
 _LEAVING_FACTOR = 10  # it may wait for a thread with a deadline, such as that of a checkpoint
@@ -63,6 +69,7 @@ _IDLE_FACTORS = {
     Activity.ENDING: 1,
     Activity.LEAVING: _LEAVING_FACTOR,
 }
+IDLE = "no progress, no work"
 _ENDING_SECONDS = 60.0  # at least: a rank limits its own end (train.py)
 
 
@@ -89,7 +96,7 @@ def start(
             [*command, *map(str, arguments)],
             stdin=subprocess.PIPE,  # receives the path for stacks; closed when this process ends
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,  # read when it has died, see KeptWatchdog
             pass_fds=[heartbeat.descriptor],
         )
     if line is not None:
@@ -165,7 +172,7 @@ class HangDetector:
         if self._stopped.seconds(stopped) > _STOPPED_SECONDS:
             return f"stopped for {_STOPPED_SECONDS:.0f} s"
         if self._orphan.seconds(orphan) > _ORPHAN_SECONDS:
-            return "its launcher is gone"
+            return _ORPHANED
         limit = self._unreachable_seconds or _UNREACHABLE_SECONDS
         asking = activity == Activity.RENDEZVOUS and self._reachable is not None
         if self._cut_off.seconds(asking and not self._reachable()) > limit:  # type: ignore[misc]
@@ -183,7 +190,7 @@ class HangDetector:
         if not idle:
             self._scraps = 0
         if self._idle.seconds(idle) > limit:
-            return f"no progress, no work for {limit:.0f} s"
+            return f"{IDLE} for {limit:.0f} s"
         busy, limit = same and activity != Activity.LOADING, max(limit, _BUSY_FACTOR * hang)
         if self._no_beat.seconds(busy) > limit:
             return f"busy without progress for {limit:.0f} s"
@@ -222,7 +229,8 @@ def _watch(arguments: list[str]) -> int:
     reachable, limit = (driver.reachable, driver.timeout) if driver else (None, None)
     detector = HangDetector(hang_seconds, reachable, limit)
     stacks: Path | None = None
-    ticks = -1.0
+    ticks, unread = -1.0, False
+    asked_at: float | None = None
     os.set_blocking(0, False)
     while True:
         time.sleep(_LOOK_SECONDS)
@@ -241,11 +249,22 @@ def _watch(arguments: list[str]) -> int:
                 activity,
                 work(rank),
                 process.status() == psutil.STATUS_STOPPED and ticks == before,
-                process.ppid() != parent,
+                process.ppid() != parent and asked_at is None,
             )
         except (psutil.Error, OSError):
             return 0
-        if reason:
+        if reason == _ORPHANED and driver is None:
+            _note(stacks, f"asked to stop: {reason}")
+            process.send_signal(signal.SIGTERM)
+            asked_at = time.monotonic()
+            continue
+        if asked_at is not None and time.monotonic() - asked_at > _SAVE_SECONDS:
+            reason = _ORPHANED
+        if reason and reason.startswith(IDLE) and _waits_for_a_reader(rank):
+            if not unread:
+                _note(stacks, f"not killed: {reason}, but its output is not read")
+            unread = True
+        elif reason:
             end(
                 process,
                 f"{reason}, while {activity.name}",
@@ -253,6 +272,24 @@ def _watch(arguments: list[str]) -> int:
                 LauncherClient(driver, number),
             )
             os._exit(0)  # a thread of this process may hang with the rank
+
+
+def _waits_for_a_reader(rank: int) -> bool:
+    """Whether a write to the rank's stdout or stderr would wait for whoever reads it."""
+    return any(_is_full(f"/proc/{rank}/fd/{number}") for number in (1, 2))
+
+
+def _is_full(output: str) -> bool:
+    try:
+        opened = os.open(output, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:  # such as a socket
+        return False
+    try:
+        poll = select.poll()
+        poll.register(opened, select.POLLOUT)
+        return not poll.poll(0)
+    finally:
+        os.close(opened)
 
 
 def _read_without_waiting() -> bytes | None:
@@ -333,11 +370,16 @@ def _lives(pid: int) -> bool:
 
 def _report(process: psutil.Process, reason: str, stacks: Path, begun: threading.Event) -> None:
     with suppress(OSError, psutil.Error, subprocess.SubprocessError):
-        with open(stacks, "a") as file:
-            file.write(f"\n{time.strftime('%F %T')} killed by its watchdog: {reason}\n")
-            file.write(_where(process).replace("; ", "\n") + "\n")
+        where = _where(process).replace("; ", "\n")
+        _note(stacks, f"killed by its watchdog: {reason}\n{where}")
         begun.set()
         _dump(process, stacks)
+
+
+def _note(stacks: Path | None, text: str) -> None:
+    if stacks is not None:
+        with suppress(OSError), open(stacks, "a") as file:
+            file.write(f"\n{time.strftime('%F %T')} {text}\n")
 
 
 def _where(process: psutil.Process) -> str:
@@ -373,6 +415,8 @@ def _dump(process: psutil.Process, stacks: Path) -> None:
 
 
 _RESTART_SECONDS = (0.5, 60.0)  # after a watchdog's first end; longest pause
+_REPORTED_ENDS = 3  # after so many ends the reason is reported
+_ERROR_BYTES = 1 << 16  # more than a traceback has
 
 
 class KeptWatchdog:
@@ -408,14 +452,29 @@ class KeptWatchdog:
             self._process.stdin.write(f"{self._stacks}\n".encode())
             self._process.stdin.flush()
 
+    def _last_error(self) -> str:
+        """Return the last line that the watchdog has printed."""
+        if (file := self._process.stderr) is None:
+            return ""
+        with file, suppress(OSError):  # what it has started may keep the pipe open
+            os.set_blocking(file.fileno(), False)
+            lines = os.read(file.fileno(), _ERROR_BYTES).decode(errors="replace").split("\n")
+            return next((printable(line) for line in reversed(lines) if line.strip()), "")
+        return ""
+
     def _keep(self) -> None:
         pause = _RESTART_SECONDS[0]
-        reported = False
+        ends = 0
         while True:
-            code = self._process.wait()
-            if not reported:
-                reported = True
+            code, ends = self._process.wait(), ends + 1
+            if ends == 1:
                 logger.warning("this rank's watchdog ended (%s); it is started again", code)
+            elif ends == _REPORTED_ENDS:
+                logger.warning(
+                    "this rank's watchdog has ended %d times, so a hang may stay unnoticed: %s",
+                    ends,
+                    self._last_error() or code,
+                )
             time.sleep(pause)
             pause = min(2 * pause, _RESTART_SECONDS[1])
             with self._lock, suppress(OSError):  # currently no memory for it

@@ -6,8 +6,8 @@ A schedule is built once for each number of micro-batches.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,19 +133,24 @@ class _Stage(PipelineStage):
         return super()._get_init_p2p_neighbors_ops() if self.device.type == "cuda" else []
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._computing("forward"):
-            try:
-                return super().forward_one_chunk(*args, **kwargs)
-            except RuntimeError as error:
-                raise error.__cause__ or error from None
+        with self._chunk("forward"):
+            return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._computing("backward"):
+        with self._chunk("backward"):
             return super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._computing("backward"):
+        with self._chunk("backward"):
             return super().backward_weight_one_chunk(*args, **kwargs)
+
+    @contextmanager
+    def _chunk(self, phase: str) -> Iterator[None]:
+        with self._computing(phase):
+            try:
+                yield
+            except RuntimeError as error:  # torch's; the cause may be that a rank is lost
+                raise error.__cause__ or error from None
 
 
 class Schedules:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.checkpoint.manager import FilesOfRank
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Config
 from hvdtrain.data.validation import ValidationData
+from hvdtrain.engine.callbacks.allocation import StopBeforeEnd
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints, Saving
 from hvdtrain.engine.callbacks.digests import RecordDigests
 from hvdtrain.engine.callbacks.evaluate import Evaluate
@@ -25,7 +27,9 @@ from hvdtrain.run.build import RunComponents, build_passes
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.digests import DigestFiles
 from hvdtrain.run_files.run_directory import RunDirectory
+from hvdtrain.runtime.allocation import seconds_left
 from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.tasks import optional
 
 if TYPE_CHECKING:
@@ -64,6 +68,7 @@ class Callbacks:
     copies: KeepCopies | None
     profile: Profile | None
     digests: RecordDigests | None
+    end: StopBeforeEnd | None
 
     def as_list(self) -> list[Callback]:
         """Return the configured callbacks."""
@@ -84,6 +89,7 @@ class Outputs:
         failed_at: unix time of the failure before this generation, if any.
         recent: last records of this process, see LogMetrics.
         hosts_changed: whether this rank was notified that processes join or leave.
+        job: on rank 0, Slurm's job of all ranks, and what raises a stop request.
     """
 
     directory: RunDirectory
@@ -91,6 +97,7 @@ class Outputs:
     failed_at: float | None = None
     recent: deque[StepRecord] = field(default_factory=deque)
     hosts_changed: Callable[[], bool] = lambda: False
+    job: tuple[str, StopFlag] | None = None
 
 
 def build_callbacks(
@@ -167,6 +174,16 @@ def build_callbacks(
         digests=RecordDigests(digests, state, context, outputs.hosts_changed)
         if digests is not None
         else None,
+        end=_build_end(outputs),
+    )
+
+
+def _build_end(outputs: Outputs) -> StopBeforeEnd | None:
+    if outputs.job is None or outputs.recorder is None:
+        return None
+    writer, (job, stop) = outputs.recorder.writer, outputs.job
+    return StopBeforeEnd(
+        partial(seconds_left, job), writer.expected_seconds if writer else lambda: 0.0, stop
     )
 
 

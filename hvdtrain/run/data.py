@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from hvdtrain.config import Config, Settings
+from hvdtrain.data.batched import batches_of
 from hvdtrain.data.loader import has_own_order
 from hvdtrain.data.stream import has_state, length_of
 from hvdtrain.errors import UserError
@@ -35,14 +36,16 @@ def build_datasets(task: Task, config: Config) -> Datasets:
 
     Raises:
         UserError: a dataset has no samples or no length although it needs one, is a dictionary of
-            datasets or can be read only once, or loader.workers does not fit.
+            datasets, can be read only once or yields batches, or loader.workers does not fit.
     """
     datasets = task.datasets()
+    notes = [*datasets.notes]
     for name, dataset in (("training", datasets.train), ("validation", datasets.validation)):
         if dataset is None:
             continue
         _refuse_other_objects(dataset, name)
         _refuse_loaders(dataset, name)
+        notes += _check_batches(dataset, name)
         size = length_of(dataset)
         if size is None and not (dataset is datasets.train and has_own_order(dataset)):
             raise UserError(
@@ -53,12 +56,11 @@ def build_datasets(task: Task, config: Config) -> Datasets:
             raise UserError(f"task {config.task}: the {name} data has no samples")
     workers = config.loader.workers
     if workers > 1 and has_own_order(datasets.train):
-        note = (
+        notes.append(
             f"loader.workers {workers}: one process reads ahead, because each would have to read "
             "all samples of the iterable dataset"
         )
-        return datasets._replace(notes=(*datasets.notes, note))
-    return datasets
+    return datasets._replace(notes=notes)
 
 
 def _refuse_other_objects(dataset: object, name: str) -> None:
@@ -82,10 +84,26 @@ def _refuse_loaders(dataset: object, name: str) -> None:
     if not isinstance(dataset, DataLoader):
         return
     divided = isinstance(getattr(dataset, "sampler", None), DistributedSampler)
-    if has_state(dataset) and dataset.batch_size is None and not divided:
+    if has_state(dataset) and dataset.batch_sampler is None and not divided:
         return
     raise UserError(
         f"the {name} data is a {type(dataset).__name__}, not a dataset of samples: give its "
         ".dataset. batch.global_size and batch.micro_size set the batches, and hvdtrain "
         "shuffles the samples and divides them among the ranks, without a DistributedSampler"
     )
+
+
+def _check_batches(dataset: object, name: str) -> list[str]:
+    """Return lines about batches in a pipeline; raise UserError if they are its samples."""
+    found = batches_of(dataset)
+    if found is None:
+        return []
+    if found.certain:
+        raise UserError(
+            f"the {name} data yields batches, each of which would count as one sample: leave "
+            f"{found.maker} out, because batch.global_size and batch.micro_size set the batches"
+        )
+    return [
+        f"the {name} data has a stage that makes batches ({found.maker}): each sample that it "
+        "yields counts as one of batch.global_size"
+    ]

@@ -38,6 +38,7 @@ from hvdtrain.run.start_checks import check_hierarchical, raise_first
 from hvdtrain.run_files.host_records import WRONG
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.run_directory import RunDirectory
+from hvdtrain.runtime.allocation import slurm_job
 from hvdtrain.runtime.collectives import gather_json, on_all_ranks, sum_
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.mesh import Topology
@@ -120,6 +121,7 @@ class Generation:
         self._spiked: Progress | None = None  # of the newest state, if its last step was a spike
         self._lost_step: int | None = None  # step whose state all its holders lost
         self._from_copies = False  # the state is from copies in memory
+        self._job: str | None = None  # Slurm's, if all ranks are in one
         self._within_iterations = False  # some ranks of a script's own loop
 
     def steps(self) -> Generator[Step, None, int]:
@@ -170,11 +172,14 @@ class Generation:
                 "within": iteration is not None and iteration.after_block,
                 "run": persistent.run_id,
                 "identity": asdict(identity),
+                "job": slurm_job(),
                 "target": ExporterAddress(topology.host, self._launched.local_rank, port),
             },
             "rendezvous",
         )
         self._within_iterations = any(fact["within"] for fact in facts)
+        jobs = {fact["job"] for fact in facts}
+        self._job = jobs.pop() if len(jobs) == 1 else None
         statuses = [RankStatus(**fact["status"]) for fact in facts]
         newest = max((s.step for s in statuses if s.trained), default=-1)
         if agreement is not None and persistent.trained:
@@ -193,7 +198,11 @@ class Generation:
             expected, *others = without_unseeded([Identity(**fact["identity"]) for fact in facts])
             host = topology.hosts[0]
             raise_first(["", *(own.differs_from(expected, host) for own in others)])
-        persistent.take_run_id(theirs["run"])
+        known = [fact["run"] for fact in (theirs, *facts) if fact["run"] is not None]
+        if not known:
+            own = persistent.new_run_id() if topology.rank == 0 else None
+            known = gather_json(own, "run")
+        persistent.take_run_id(known[0])
         return source, [ExporterAddress(*fact["target"]) for fact in facts]
 
     def _finish_iterations(self) -> Generator[Step, None, None]:
@@ -436,6 +445,7 @@ class Generation:
             cause.since if failed else None,
             persistent.recent,
             interruptions.membership_changed,
+            (self._job, self._launched.stop) if self._job and self._topology.rank == 0 else None,
         )
         callbacks = build_callbacks(self._config, self._components, outputs, context)
         idle = context.mesh.data.size - self._config.batch.micro_batches

@@ -27,7 +27,7 @@ from hvdtrain.log import logger
 from hvdtrain.run_files.events_file import EventsFile
 from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.run_files.owner_token import Claim
-from hvdtrain.run_files.run_directory import RunDirectory, default_id
+from hvdtrain.run_files.run_directory import RunDirectory, default_id, new_directory
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.terminal import terminal
 from hvdtrain.telemetry.exporter import Exporter
@@ -409,8 +409,8 @@ class PersistentState:
         name: of the run, if it has no ID.
 
     Attributes:
-        run_id: ID of the run; rank 0 decides it.
-        directory: run directory; rank 0 decides it.
+        run_id: ID of the run. Without run.id it is None until rank 0 has made a new directory.
+        directory: run directory, once `run_id` is known.
         claim: claim of this process to the run directory.
         recorder: on the rank that is, or was, rank 0.
         generations: start event of each generation in which this process took part.
@@ -431,8 +431,9 @@ class PersistentState:
         self._config = config
         self._watchdog = watchdog
         self._local_rank = local_rank
-        self.run_id = config.run.id or default_id(name)
-        self.directory = RunDirectory(Path(config.run.root) / self.run_id)
+        self.run_id = config.run.id
+        self._default_id = default_id(name)
+        self.directory = RunDirectory(Path(config.run.root) / (self.run_id or self._default_id))
         self.directory.ownership.look()  # first of two reads of the owner's counter
         self.claim = Claim.of_this_process()
         self.recorder: RunRecorder | None = None
@@ -446,8 +447,12 @@ class PersistentState:
         self.phase = RENDEZVOUS
         self._log_of: Topology | None = None  # the generation whose log is open
 
+    def new_run_id(self) -> str:
+        """Make a new directory, which no other job that starts in the same second can have."""
+        return new_directory(Path(self._config.run.root), self._default_id).name
+
     def take_run_id(self, run_id: str) -> None:
-        """Adopt rank 0's run ID: without run.id each process has made its own."""
+        """Adopt the ID that all ranks use."""
         self.run_id = run_id
         if self.directory.path.name != run_id:
             self.directory = RunDirectory(Path(self._config.run.root) / run_id)

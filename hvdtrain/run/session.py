@@ -321,7 +321,14 @@ class Session:
 
     def _generations(self, membership: Membership) -> Generator[Step, None, int]:
         """Join generations and yield their steps until the run's end; return the exit code."""
-        rejoin = Rejoin(membership, self._launched, self._prepared, self.persistent, self._strategy)
+        rejoin = Rejoin(
+            membership,
+            self._launched,
+            self._prepared,
+            self.persistent,
+            self._strategy,
+            own_loop=self._script is not None,
+        )
         failed_at, failure = -1, Failure()
         cause = Cause("launch", self._began)
         while True:
@@ -387,6 +394,7 @@ class Rejoin:
 
     Args:
         strategy: distributes the model over ranks.
+        own_loop: the ranks run a script with its own loop.
     """
 
     membership: Membership
@@ -394,6 +402,7 @@ class Rejoin:
     prepared: Prepared
     persistent: PersistentState
     strategy: Strategy
+    own_loop: bool
 
     def __call__(self, failure: Failure, components: RunComponents | None) -> Topology:
         """Leave the last generation, join the next one, and return its topology.
@@ -446,4 +455,5 @@ class Rejoin:
             shard=own.shard,
             reachable_step=own.reachable_step,
             gpu=gpu_of(self.prepared.device),
+            works_on=self.own_loop,
         )

@@ -38,7 +38,7 @@ from hvdtrain.files import FileLock
 from hvdtrain.log import logger
 from hvdtrain.run_files.owner_token import Claim, Token, boot, moved, now, read, who, write
 from hvdtrain.runtime import heartbeat
-from hvdtrain.streams import say
+from hvdtrain.runtime.queued_output import flush, say
 
 BEAT_SECONDS = 2.0
 STALE_SECONDS = 12.0
@@ -69,6 +69,7 @@ NORMAL_PACE = TokenPace()
 _SETTLE_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
 _RELEASE_SECONDS = 2.0
+_EXIT_SECONDS = 0.5  # for the message of a process that exits because it has lost the run
 
 
 class Ownership:
@@ -329,7 +330,8 @@ class Ownership:
 
     def _exit(self, reason: str) -> None:
         """Exit at once, because other threads might write."""
-        say(f"hvdtrain: error: {reason}")
+        say(f"error: {reason}")
+        flush(_EXIT_SECONDS)
         os._exit(EXIT_PREEMPTED if self._pace.lease else EXIT_CRASH)
 
     def _write(self, token: Token) -> None:

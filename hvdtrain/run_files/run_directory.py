@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -150,3 +151,17 @@ def configured(starts: Any) -> list[dict[str, Any]]:
 def default_id(task: str) -> str:
     """An id such as 20240131-235959-language_model."""
     return time.strftime("%Y%m%d-%H%M%S-") + task.replace(":", ".").rpartition(".")[2]
+
+
+def new_directory(root: Path, name: str) -> Path:
+    """Create a new directory. Several runs may start in one second and share `name`."""
+    for number in itertools.count(1):
+        directory = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            pass  # the run reports the error
+        return directory
+    raise AssertionError("numbers do not end")

@@ -30,6 +30,7 @@ class Activity(IntEnum):
         Horovod has a timeout), or for a thread, up to a deadline.
     RENDEZVOUS: waits for its ranks from the launcher.
     ENDING: the run is done; the process ends (train.py).
+    DONE: the run is done; the script works on without limits.
     LEAVING: WAITING in a generation that has failed: the wait ends soon, or never, such as a call
         of NCCL that cannot be aborted.
     """
@@ -41,6 +42,7 @@ class Activity(IntEnum):
     RENDEZVOUS = 4
     ENDING = 5
     LEAVING = 6
+    DONE = 7
 
 
 class Heartbeat:

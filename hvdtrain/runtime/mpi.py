@@ -19,6 +19,10 @@ class RankGroup(Protocol):
     rank: int
     size: int
 
+    def run(self, part: Callable[[], T]) -> T:
+        """Run a part of the work, for which the other ranks may have to wait."""
+        ...
+
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order, on every rank."""
         ...
@@ -34,6 +38,9 @@ class Alone:
     rank = 0
     size = 1
 
+    def run(self, part: Callable[[], T]) -> T:
+        return part()
+
     def gather(self, value: T) -> list[T]:
         return [value]
 
@@ -48,6 +55,9 @@ class MPIRanks:
         self._communicator = communicator
         self.rank: int = communicator.Get_rank()
         self.size: int = communicator.Get_size()
+
+    def run(self, part: Callable[[], T]) -> T:
+        return part()
 
     def gather(self, value: T) -> list[T]:
         return self._communicator.allgather(value)
@@ -90,15 +100,22 @@ def on_all_ranks(ranks: RankGroup, part: Callable[[], T]) -> list[T]:
     Raises:
         UserError: on every rank, if `part` raised UserError or OSError on any.
     """
+
+    def named() -> T:
+        try:
+            return part()
+        except UserError as error:
+            message = str(error)
+        except OSError as error:
+            message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        where = f" (rank {ranks.rank} on {socket.gethostname()})" if ranks.size > 1 else ""
+        raise UserError(message + where)
+
     result, message = None, None
     try:
-        result = part()
+        result = ranks.run(named)
     except UserError as error:
         message = str(error)
-    except OSError as error:
-        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    if message is not None and ranks.size > 1:
-        message += f" (rank {ranks.rank} on {socket.gethostname()})"
     outcomes = ranks.gather((message, result))
     for theirs, _ in outcomes:
         if theirs is not None:

@@ -26,15 +26,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from hvdtrain.agent import driver_file, guard, protocol
 from hvdtrain.agent.agent import DRIVER_NAME
+from hvdtrain.agent.connections import raise_file_limit
 from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.agent.hub import Hub, Slot
-from hvdtrain.agent.output import RankOutput
+from hvdtrain.agent.output import show
 from hvdtrain.elastic import job_record
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.job_record import JobRecord
@@ -47,9 +49,9 @@ from hvdtrain.run_files.owner_token import Token, who
 from hvdtrain.run_files.ownership import Ownership, TokenPace
 from hvdtrain.runtime import interfaces
 from hvdtrain.runtime.environment import launched, launched_local_rank, launched_rank, launched_size
+from hvdtrain.runtime.queued_output import flush, say
 from hvdtrain.runtime.signals import ASKING, PAIR_SECONDS, handle, requests
 from hvdtrain.supervise import run_progress
-from hvdtrain.untrusted import printable_lines
 
 # The first generation waits so long for agents of hosts that are late; they join later.
 _GATHER_SECONDS = 15.0
@@ -66,6 +68,7 @@ _RETURN_SECONDS = 1.5
 # just got the run to write its file.
 _REPLACED_SECONDS = 8.0
 _WRITTEN_SECONDS = 3.0
+_EXIT_SECONDS = 0.5  # for its output, before a driver that steps down exits
 _JOINS = 254  # exit code of a driver's process that found another driver to join
 
 
@@ -143,9 +146,10 @@ def run_first_task(plan: AllocationRun, hosts: int) -> int:
         guard.set_name(DRIVER_NAME)
         guard.end_with(task)
         try:
-            return AllocationDriver(plan, hosts).run(ready_end)
+            return AllocationDriver(plan, hosts, os.getcwd()).run(ready_end)
         except UserError:
             if joins(plan, _WRITTEN_SECONDS):  # a task on another host was faster
+                flush()
                 os._exit(_JOINS)
             raise
     os.close(ready_end)
@@ -199,6 +203,7 @@ def become_agent(plan: AllocationRun, driver: int | None = None) -> NoReturn:
     argv += ["--wait", str(plan.wait)]
     argv += ["--slots", str(plan.slots)] if plan.slots else []
     argv += ["--driver", str(driver)] if driver is not None else []
+    flush()
     os.execv(argv[0], argv)
 
 
@@ -208,12 +213,16 @@ def become_agent(plan: AllocationRun, driver: int | None = None) -> NoReturn:
 class AllocationDriver:
     """The driver of a run in an allocation."""
 
-    def __init__(self, plan: AllocationRun, hosts: int) -> None:
-        """`hosts`: number of tasks that the launcher started."""
-        self._plan, self._expected = plan, hosts
+    def __init__(self, plan: AllocationRun, hosts: int, directory: str) -> None:
+        """Create a driver.
+
+        Args:
+            hosts: number of tasks that the launcher started.
+            directory: working directory of new ranks; it may not exist here, or not any more.
+        """
+        self._plan, self._expected, self._directory = plan, hosts, directory
         self._hub: Hub | None = None
         self._lease: Ownership | None = None
-        self._output = RankOutput()
         self._driver: ElasticDriver | None = None
         self._signals: dict[str, float] = {}  # its receiver -> time of the first signal
         self._killed_by: int | None = None
@@ -273,13 +282,14 @@ class AllocationDriver:
     ) -> int:
         """Drive the job to its end; `found`: what another driver has started, or None."""
         plan, code = self._plan, EXIT_CRASH
+        raise_file_limit()
         tls, certificate = protocol.new_certificate() if plan.tls else (None, "")
         hub = self._hub = Hub(
             content.key,
             plan.driver_timeout,
             plan.train,
-            os.getcwd(),
-            self._output.put,
+            self._directory,
+            show,
             self._on_signal,
             _say,
             tls,
@@ -308,7 +318,6 @@ class AllocationDriver:
                     driver_file.write(plan.run, replace(content, secret="", exit_code=code))
                     driver_file.remove_state(plan.run)
             hub.finish(code)
-            self._output.end()
         return code
 
     def _drive(
@@ -383,7 +392,7 @@ class AllocationDriver:
         """
         assert self._hub is not None and self._lease is not None
         state = {
-            "directory": os.getcwd(),
+            "directory": self._directory,
             "plan": asdict(self._plan) | {"run": str(self._plan.run)},
             "hosts": self._expected,
             "job": None if job is None else asdict(job),
@@ -478,6 +487,7 @@ def _step_down() -> None:
     host's agent starts a driver later.
     """
     _say("no host with the state of the run responds: another host may replace this driver")
+    flush(_EXIT_SECONDS)
     os._exit(EXIT_PREEMPTED)
 
 
@@ -496,5 +506,4 @@ def _write(run: Path, content: DriverFile) -> None:
         raise UserError(f"{run / driver_file.NAME} cannot be written: {error.strerror}") from None
 
 
-def _say(message: str) -> None:
-    print(f"hvdtrain launch: {printable_lines(message)}", file=sys.stderr, flush=True)
+_say = partial(say, who="hvdtrain launch")

@@ -26,13 +26,18 @@ class Launcher:
     Ctrl-C at the terminal reaches only this process, which decides what to do.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start the launcher; raises UserError if it is not installed."""
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], directory: str) -> None:
+        """Start the launcher in a directory, or in / if that does not exist any more.
+
+        Raises:
+            UserError: the launcher is not installed.
+        """
         if shutil.which(argv[0]) is None:
             raise UserError(f"{argv[0]} is not found: install it, or add it to PATH")
         self._process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "TERM", "--", *argv],
             env=dict(env),
+            cwd=directory if os.path.isdir(directory) else "/",
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -5,7 +5,6 @@ It ends with exit code 75 if the driver is alive after all, or another one repla
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from hvdtrain.agent import driver_file, guard
 from hvdtrain.agent.agent import DRIVER_NAME
 from hvdtrain.errors import EXIT_PREEMPTED, UserError
 from hvdtrain.run_files.owner_token import Token
+from hvdtrain.runtime.queued_output import queued, say
 from hvdtrain.supervise.allocation import AllocationDriver, AllocationRun
 from hvdtrain.untrusted import checked, parse_json
 
@@ -21,15 +21,20 @@ from hvdtrain.untrusted import checked, parse_json
 def main(arguments: list[str]) -> int:
     run, token, since = arguments
     guard.set_name(DRIVER_NAME)
+    with queued():
+        return _take_over(Path(run), token, float(since))
+
+
+def _take_over(run: Path, token: str, since: float) -> int:
     try:
-        state = driver_file.read_state(Path(run))
+        state = driver_file.read_state(run)
         if state is None:
             return EXIT_PREEMPTED
-        os.chdir(str(state["directory"]))
-        driver = AllocationDriver(_plan(state["plan"]), int(state["hosts"]))
-        return driver.take_over(checked(Token, parse_json(token)), float(since))
+        hosts, directory = int(state["hosts"]), str(state["directory"])
+        driver = AllocationDriver(_plan(state["plan"]), hosts, directory)
+        return driver.take_over(checked(Token, parse_json(token)), since)
     except (UserError, OSError) as error:
-        print(f"hvdtrain agent: no driver is replaced: {error}", file=sys.stderr, flush=True)
+        say(f"no driver is replaced: {error}", "hvdtrain agent")
         return EXIT_PREEMPTED
 
 

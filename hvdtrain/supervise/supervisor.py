@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -29,13 +30,13 @@ from hvdtrain.launch.discovery import Probe
 from hvdtrain.launch.hostfile import Host, as_text, first_slots, total_slots
 from hvdtrain.run_files import host_records
 from hvdtrain.run_files.host_records import LAUNCH_VARIABLE, HostRecords
+from hvdtrain.runtime.queued_output import say
 from hvdtrain.runtime.signals import PAIR_SECONDS, handle, requests
 from hvdtrain.supervise import host_evidence, run_progress
 from hvdtrain.supervise.hosts import ROUND_SECONDS, HostWatch, KnownHosts, end_orphans
 from hvdtrain.supervise.launcher import Launcher
 from hvdtrain.supervise.policy import Pace, RestartPolicy
 from hvdtrain.text import plural
-from hvdtrain.untrusted import printable_lines
 
 # --- stop signals -------------------------------------------------------------
 # A first signal requests an end with a checkpoint; Ctrl-C or a later signal, an end at once.
@@ -174,6 +175,7 @@ class Supervisor:
         self._hosts = KnownHosts(plan.hosts, plan.probe)
         self._proven: set[str] = set()  # hosts of the latest start that made steps
         self._requests = StopRequests()
+        self._directory = os.getcwd()  # it may be deleted later
         self._records = HostRecords(plan.run, _say)
         self._suspects_said: set[str] = set()
 
@@ -275,7 +277,7 @@ class Supervisor:
         _say(f"starting {plural(total_slots(job), 'rank')} on {as_text(job)}{since}")
         began, env = time.time(), os.environ | {LAUNCH_VARIABLE: str(plan.run)}
         env[mpi.HOSTS_VARIABLE] = as_text(job) if plan.controller == "mpi" else ""
-        launcher = Launcher(self._argv(job, env), env)
+        launcher = Launcher(self._argv(job, env), env, self._directory)
         # An elastic launcher watches its hosts itself.
         watched = (job, self._hosts.listed) if plan.controller == "mpi" else ([], list)
         watch = HostWatch(*watched, plan.probe)
@@ -396,5 +398,4 @@ class Supervisor:
         _say("\n".join([f"{message}; its last output:", *lines]) if lines else message)
 
 
-def _say(message: str) -> None:
-    print(f"hvdtrain launch: {printable_lines(message)}", file=sys.stderr, flush=True)
+_say = partial(say, who="hvdtrain launch")

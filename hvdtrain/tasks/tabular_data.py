@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,17 +21,20 @@ from hvdtrain.data.tables import (
     DELAY,
     LATE,
     SUFFIXES,
+    Borders,
     Table,
     cell_names,
+    csv_borders,
     flights_table,
     open_table,
 )
 from hvdtrain.errors import UserError
-from hvdtrain.runtime.collectives import gather_json
+from hvdtrain.runtime import collectives
 from hvdtrain.runtime.init import is_initialized, own_position
 from hvdtrain.runtime.mpi import Alone, RankGroup, on_all_ranks
 from hvdtrain.tasks.tabular_config import TabularConfig, TabularTaskConfig
 
+T = TypeVar("T")
 COLUMNS_BUFFER, LABEL_BUFFER = "columns_json", "label_json"
 _MOST_CLASSES = 1000
 _SEED = 0  # the selection of rows depends on the data only, not on the run's seed
@@ -44,8 +47,12 @@ class RanksOfRun:
         place = own_position()
         self.rank, self.size = place.rank, place.world_size
 
+    def run(self, part: Callable[[], T]) -> T:
+        # Horovod would end a run whose other ranks wait in a gather for the largest file.
+        return collectives.on_all_ranks("columns.part", part)
+
     def gather(self, value: Any) -> list[Any]:
-        return gather_json(value, "columns")
+        return collectives.gather_json(value, "columns")
 
     def abort(self) -> None:
         """No effect: the ranks of a run terminate each other by other means."""
@@ -72,7 +79,8 @@ def load(config: TabularTaskConfig) -> TabularData:
         UserError: the table is invalid; for data that is read in shares, on all ranks.
     """
     ranks: RankGroup = RanksOfRun() if is_initialized() else Alone()
-    table, wanted = open_training(config, ranks)
+    borders = share_borders(config, ranks)
+    table, wanted = open_training(config, borders, ranks)
     own, files = config.tabular, config.data
     columns = scan_columns(own, table, wanted, ranks)
     _check_label(own, columns.label)
@@ -80,7 +88,7 @@ def load(config: TabularTaskConfig) -> TabularData:
     read = read_rows(table, wanted, columns, columns.cut)
     held_out, unseen = read.held_out, read.unseen[1]
     if files.validation:
-        other = _open("data.validation", files.validation, _texts(own), table)
+        other = _open("data.validation", files.validation, _texts(own), borders, table)
         again = read_rows(other, wanted, columns, None)
         held_out, unseen = again.train, again.unseen[0]
     notes = _notes(columns, (read.unseen[0], unseen))
@@ -96,7 +104,30 @@ def load(config: TabularTaskConfig) -> TabularData:
     return TabularData(train, _some(validation, len(validation.labels)), columns, notes)
 
 
-def open_training(config: TabularTaskConfig, ranks: RankGroup) -> tuple[Table, Wanted]:
+def share_borders(config: TabularTaskConfig, ranks: RankGroup) -> Borders:
+    """Borders of all CSV files, each read whole by one rank; every rank must call this.
+
+    Raises:
+        UserError: on every rank, if a file cannot be read on any rank.
+    """
+    named = {"data.train": config.data.train, "data.validation": config.data.validation}
+
+    def read_own() -> Borders:
+        found: Borders = {}
+        for key, patterns in named.items():
+            files = _files(key, patterns) if patterns else []
+            found |= csv_borders(key, files[ranks.rank :: ranks.size])
+        return found
+
+    borders: Borders = {}
+    for found in on_all_ranks(ranks, read_own):
+        borders |= found
+    return borders
+
+
+def open_training(
+    config: TabularTaskConfig, borders: Borders, ranks: RankGroup
+) -> tuple[Table, Wanted]:
     """The table with the training rows, and the columns to read; every rank must call this.
 
     Raises:
@@ -104,14 +135,14 @@ def open_training(config: TabularTaskConfig, ranks: RankGroup) -> tuple[Table, W
             cannot be read.
     """
     opened: list[tuple[Table, Wanted]] = []
-    on_all_ranks(ranks, lambda: opened.append(_open_training(config)))
+    on_all_ranks(ranks, lambda: opened.append(_open_training(config, borders)))
     return opened[0]
 
 
-def _open_training(task: TabularTaskConfig) -> tuple[Table, Wanted]:
+def _open_training(task: TabularTaskConfig, borders: Borders) -> tuple[Table, Wanted]:
     config, files = task.tabular, task.data
     if files.train:
-        table = _open("data.train", files.train, _texts(config), None)
+        table = _open("data.train", files.train, _texts(config), borders, None)
         label, split_by, left_out = config.label, config.split_by, {config.label}
     else:
         label = config.label or (DELAY if config.objective == "regression" else LATE)
@@ -193,8 +224,14 @@ def _texts(config: TabularConfig, label: str | None = None) -> list[str]:
     return [*config.categories, *(name for name in predicted if name)]
 
 
-def _open(key: str, patterns: Sequence[str], texts: Sequence[str], first: Table | None) -> Table:
-    table = open_table(key, _files(key, patterns), texts)
+def _open(
+    key: str,
+    patterns: Sequence[str],
+    texts: Sequence[str],
+    borders: Borders,
+    first: Table | None,
+) -> Table:
+    table = open_table(key, _files(key, patterns), texts, borders)
     if first is not None:
         for name in first.kinds:
             if name not in table.kinds:

@@ -61,7 +61,7 @@ class MetricsServer:
     def _count(self, app: App) -> App:
         def counted(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
             environ[TRUST]()
-            answer = app(environ, start)
+            answer = _answer_any_client(app, environ, start)
             self.scrapes += 1
             return answer
 
@@ -70,6 +70,30 @@ class MetricsServer:
     def close(self) -> None:
         self._server.end()
         self._thread.join(timeout=5)
+
+
+def _answer_any_client(
+    app: App, environ: dict[str, Any], start: Callable[..., Any]
+) -> Iterable[bytes]:
+    """Answer as prometheus_client's application does, also where it would fail.
+
+    That raises if the Accept header is malformed, which is then ignored, and refuses HEAD.
+    """
+    begun: list[Any] = []
+
+    def begin(*status_and_headers: Any) -> None:
+        begun[:] = status_and_headers
+
+    is_head = environ["REQUEST_METHOD"] == "HEAD"
+    if is_head:
+        environ = {**environ, "REQUEST_METHOD": "GET"}
+    try:
+        body = b"".join(app(environ, begin))
+    except (TypeError, ValueError):
+        body = b"".join(app({**environ, "HTTP_ACCEPT": ""}, begin))
+    status, headers = begun
+    start(status, [*headers, ("Content-Length", str(len(body)))])
+    return [] if is_head else [body]
 
 
 def _tls(config: TelemetryConfig) -> ssl.SSLContext | None:

@@ -72,13 +72,23 @@ class SlurmRun:
         try:
             poll(trains, WAIT_SECONDS, "two steps")
         except AssertionError as error:
-            raise AssertionError(f"{error}: {self.log}") from None
+            raise AssertionError(f"{error}: {self.describe()}") from None
 
     def wait(self, state: str) -> None:
         try:
             self.slurm.wait(self.job, state, WAIT_SECONDS)
         except AssertionError as error:
-            raise AssertionError(f"{error}: {self.log}") from None
+            raise AssertionError(f"{error}: {self.describe()}") from None
+
+    def describe(self) -> str:
+        """The end of its log, the queue, and where each thread of its ranks is in the kernel."""
+        parts = [self.log[-2000:], self.slurm.run("squeue").stdout]
+        for rank in self.ranks():
+            parts.append(f"{rank.host}: {rank.command[:60]}")
+            for thread in Path(f"/proc/{rank.pid}/task").iterdir():
+                names = ("comm", "wchan", "syscall")
+                parts.append(" ".join((thread / name).read_text().strip() for name in names))
+        return "\n".join(parts)
 
     def restarted_by(self, disturb: Callable[[], object]) -> str:
         """Call it, and wait until the job trains again; return the part of its log."""
@@ -92,7 +102,7 @@ class SlurmRun:
         """Wait until it was started this many times in total, and trains."""
         deadline = time.monotonic() + WAIT_SECONDS
         while self.restarts < number:
-            assert time.monotonic() < deadline, self.log
+            assert time.monotonic() < deadline, self.describe()
             time.sleep(0.5)  # not `poll`: each query starts a process
         self.wait("RUNNING")
         self.wait_for_steps(time.time())
@@ -274,6 +284,50 @@ def test_requeued_job_runs_to_its_last_step(one_job: SlurmRun, undisturbed: Slur
     one_job.finish()
     assert len(one_job.lines()) == STEPS
     _check_curve(one_job, undisturbed)
+
+
+@pytest.mark.soak
+def test_job_of_an_own_loop_is_requeued_before_its_time_limit(
+    slurm: Slurm, submit: Submit, venv: Path
+) -> None:
+    page = (runs.REPOSITORY / "docs/own-loops.md").read_text()
+    script = page.partition("```bash\n")[2].partition("```")[0]
+    loop = page.partition("```python\n")[2].partition("```")[0]
+    root = slurm.cluster.shared / "own"
+    root.mkdir()
+    slow = root / "slow"
+    slow.touch()
+    line = "    for step in training:\n"
+    wait = f"        if os.path.exists({str(slow)!r}):\n            time.sleep(1)\n"
+    assert loop.count(line) == 1
+    loop = "import os, time\n" + loop.replace(line, line + wait)
+    (root / "loop.py").write_text(loop)
+    assert ". .venv/bin/activate" in script
+    script = script.replace(". .venv/bin/activate", f"cd {root}; . {venv}/bin/activate")
+    (root / "loop.sbatch").write_text(script)
+    limit = ["--time=1", f"--output={root}/job.log", str(root / "loop.sbatch")]
+    env = {"PYTHONPATH": str(runs.REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    job = slurm.sbatch(limit, env)
+    run = SlurmRun(slurm, root, job, "launch")
+    run.wait("RUNNING")
+    run.wait("PENDING")
+    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    run.finish()
+    (stopped,) = re.findall(r"asked to stop after step (\d+)", run.log)
+    assert re.findall(r"resumed from the checkpoint of step (\d+)", run.log) == [stopped]
+
+
+@pytest.mark.soak
+def test_job_without_a_signal_saves_before_its_time_limit(
+    slurm: Slurm, submit: Submit, undisturbed: SlurmRun
+) -> None:
+    run = submit("ended", [*ONE_EACH, "--time=1", "--signal=B:CONT@1"])
+    run.wait("RUNNING")
+    run.wait("PENDING")
+    slurm.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=60")
+    run.finish()
+    assert run.restarts == 1 and "the scheduler's time limit is" in run.log
+    _check_nothing_lost(run, run.log, undisturbed)
 
 
 @pytest.mark.soak

@@ -81,10 +81,21 @@ def test_ranks_find_the_same_columns_as_one_rank(topology: Topology, tmp_path: P
     settings = parse([*KEYS, "--data.train", str(file)])
     task, datasets = build_data(settings)
     config = settings.task_config
-    alone = scan_columns(config.tabular, *open_training(config, Alone()), Alone())
+    alone = scan_columns(config.tabular, *open_training(config, {}, Alone()), Alone())
     assert task._data.columns == alone  # type: ignore[attr-defined]
     fingerprint = datasets.fingerprint
     assert broadcast_json(fingerprint, "fingerprint") == fingerprint
+
+
+def test_quote_without_an_end_raises_on_every_rank(topology: Topology, tmp_path: Path) -> None:
+    directory = Path(broadcast_json(str(tmp_path), "directory"))
+    if topology.rank == 0:
+        for number in range(topology.world_size):
+            write(sales(), directory / f"{number}.csv")
+        (directory / "1.csv").write_text('n,text\n1,"two\n')
+    broadcast_json(None, "written")
+    with pytest.raises(UserError, match=r"1.csv: cannot be read .the quote in line 2 has no end"):
+        build_data(parse([*KEYS, "--data.train", str(directory)]))
 
 
 def test_file_that_is_broken_for_one_rank_raises_on_every_rank(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -256,8 +257,31 @@ def test_driver_file_is_read_as_written_and_only_by_its_user(tmp_path: Path) -> 
     assert CONTENT.secret not in repr(CONTENT)
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o606, 0o620])
-def test_driver_file_of_other_mode_is_not_trusted(tmp_path: Path, mode: int) -> None:
+def test_driver_file_of_a_host_with_many_addresses_is_read(tmp_path: Path) -> None:
+    addresses = [f"192.168.{n // 250}.{n % 250}" for n in range(5000)]
+    certificate = protocol.new_certificate()[1]
+    content = replace(CONTENT, addresses=addresses, certificate=certificate)
+    driver_file.write(tmp_path, content)
+    found = driver_file.read(tmp_path)
+    assert found is not None and (found.certificate, found.key) == (certificate, CONTENT.key)
+    assert found.addresses == addresses[: len(found.addresses)] and len(found.addresses) >= 500
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o655])
+def test_driver_file_others_can_read_is_made_private_again(
+    tmp_path: Path, mode: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver_file.write(tmp_path, CONTENT)
+    path = tmp_path / driver_file.NAME
+    path.chmod(mode)
+    assert driver_file.read(tmp_path) == driver_file.read(tmp_path) == CONTENT
+    assert path.stat().st_mode & 0o777 == 0o600
+    said = capsys.readouterr().err
+    assert said.count("could be read by other users") == 1 and CONTENT.secret not in said
+
+
+@pytest.mark.parametrize("mode", [0o602, 0o606, 0o620])
+def test_driver_file_others_can_write_is_not_trusted(tmp_path: Path, mode: int) -> None:
     driver_file.write(tmp_path, CONTENT)
     (tmp_path / driver_file.NAME).chmod(mode)
     with pytest.raises(UserError, match="0600"):

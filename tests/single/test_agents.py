@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,11 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from hvdtrain.agent import driver_file
+from hvdtrain.agent.agent import Agent, AgentSettings
 from hvdtrain.agent.driver_file import DriverFile
+from hvdtrain.agent.protocol import Channel
 from hvdtrain.errors import EXIT_PREEMPTED
 from tests.support.fleet import SECONDS, Fleet
 from tests.support.job import has_ended, poll
@@ -59,12 +63,22 @@ def test_rank_has_a_session_of_its_own_and_no_variables_of_the_task(fleet: Fleet
 
 def test_program_that_cannot_be_started_ends_with_127(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
-    fleet.hub._command = ["/no/such/program"]
+    fleet.hub._command = [["/no/such/program"]]
     fleet.agent("a")
     fleet.start(0, "")
     assert fleet.wait_for_exit(0) == 127
     assert "/no/such/program cannot be started: No such file" in fleet.output[0, "stderr"]
     fleet.close()
+
+
+def test_long_command_arrives_complete(fleet: Fleet) -> None:
+    words = [f"{'é' * 30}{number}" for number in range(16_000)]  # as of a glob of many files
+    fleet.hub.finish(0)
+    fleet.new_hub(["sh", "-c", "echo $#; shift 15999; echo $1", "sh", *words])
+    fleet.agent("a")
+    fleet.start(0, "")
+    assert fleet.wait_for_exit(0) == 0
+    assert fleet.output[0, "stdout"] == f"16000\n{words[-1]}\n"
 
 
 def test_all_output_arrives_before_the_exit_code(fleet: Fleet) -> None:
@@ -128,6 +142,15 @@ def test_nothing_outlives_a_killed_guard(fleet: Fleet) -> None:
     poll(lambda: all(has_ended(pid) for pid in left), SECONDS, f"the end of {left}")
 
 
+def test_end_of_a_rank_is_reported_although_its_guard_was_stopped(fleet: Fleet) -> None:
+    fleet.agent("a")
+    fleet.start(0, "echo $$; exec sleep 600")
+    rank = int(fleet.wait_for_output(0, "\n"))
+    fleet.pid("a", "hvdtrain-guard").suspend()
+    os.kill(rank, signal.SIGKILL)
+    assert fleet.wait_for_exit(0) == 137
+
+
 def test_processes_survive_a_broken_connection(fleet: Fleet) -> None:
     fleet.agent("a")
     fleet.start(0, "echo ready; read line < $PIPE; echo after; exit 5".replace(
@@ -174,6 +197,25 @@ def test_agent_without_driver_ends_its_ranks_and_exits_with_75(tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore:Exception in thread agents")
+def test_agent_accepted_while_it_gives_up_gives_up_again_later() -> None:
+    settings = AgentSettings(None, "a", 1, 0.1, {}, DriverFile(["127.0.0.1"], 1, "00"))
+
+    async def give_up() -> None:
+        agent = Agent(settings)
+        agent._code = asyncio.get_running_loop().create_future()
+        agent._ever, agent._timeout, agent._away = True, 0.1, 1.0
+        agent._channel = cast("Channel", object())  # of a driver that has just accepted it
+        agent._giving_up = asyncio.create_task(agent._give_up())
+        await agent._giving_up
+        assert not agent._code.done()
+        agent._channel = None
+        watching = asyncio.create_task(agent._watch())
+        assert await asyncio.wait_for(agent._code, SECONDS) == EXIT_PREEMPTED
+        watching.cancel()
+
+    asyncio.run(give_up())
+
+
 def test_agents_move_to_a_driver_that_replaces_theirs(fleet: Fleet) -> None:
     fleet.agent("a")
     fleet.start(0, "echo $$; exec sleep 600")

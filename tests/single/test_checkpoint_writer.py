@@ -23,7 +23,14 @@ from torch import Tensor
 from hvdtrain.checkpoint import tensor_file, writer
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.format import Checkpoint, SharedDirectory, read
-from hvdtrain.checkpoint.layout import DamagedError, delete_leftovers, finished, hidden_name, verify
+from hvdtrain.checkpoint.layout import (
+    DamagedError,
+    delete,
+    finished,
+    hidden_name,
+    leftovers,
+    verify,
+)
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints, Saving
@@ -32,7 +39,7 @@ from hvdtrain.runtime.init import initialize
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.phases import PhaseTimer
 from tests.support.job import Finished
-from tests.support.runs import REPOSITORY, metrics, run, start
+from tests.support.runs import REPOSITORY, TINY, metrics, run, start
 from tests.support.thread_ranks import exchange, on_ranks
 
 LIMIT = 20.0  # time limit for operations of milliseconds
@@ -381,7 +388,8 @@ def test_only_leftovers_of_dead_processes_are_deleted(tmp_path: Path) -> None:
         gone.wait(LIMIT)
     left = [_leave(tmp_path, here, gone.pid, 0), _leave(tmp_path, "other.host", 1, 7200)]
     kept = [_leave(tmp_path, here, os.getppid(), 0), _leave(tmp_path, "other.host", 1, 60)]
-    delete_leftovers(tmp_path)
+    for directory in leftovers(tmp_path):
+        delete(directory)
     assert not any(path.exists() for path in left)
     assert all(path.exists() for path in kept)
     assert finished(tmp_path) == []
@@ -504,3 +512,30 @@ def test_full_disk_at_the_end_keeps_older_checkpoint_and_exits_with_1(tmp_path: 
     assert "Traceback" not in done.stderr, done
     (only,) = finished(tmp_path / "disk.after/case/checkpoints")
     assert read(only).state["step"] == 2
+
+
+# The run's files so far are in a lower layer, such as a container's image.
+_ON_AN_OVERLAY = (
+    'mv "$0" "$0.lower" && mkdir "$0" "$0.disk" && mount -t tmpfs tmpfs "$0.disk" && '
+    'mkdir "$0.disk/upper" "$0.disk/work" && mount -t overlay overlay -o '
+    '"lowerdir=$0.lower,upperdir=$0.disk/upper,workdir=$0.disk/work" "$0" && { "$@"; code=$?; '
+    'cp -r "$0" "$0.after"; exit $code; }'
+)
+
+
+@needs_root
+def test_checkpoints_in_a_lower_layer_are_deleted_and_superseded(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    flags = [*FLAGS, *TINY, "--run.root", str(runs)]
+    done = run(tmp_path / "output", [*flags, "--train.duration", "10"])
+    assert done.returncode == 0, done
+    older = finished(runs / "case/checkpoints")[0]
+    command = ["unshare", "-m", "sh", "-c", _ON_AN_OVERLAY, str(runs), sys.executable]
+    train = [*command, "-m", "hvdtrain.train"]
+    flags += ["--train.duration", "14", "--run.resume", str(older)]
+    done = start(tmp_path / "output", flags, command=train).wait(120)
+    assert done.returncode == 0 and "could not be deleted" not in done.stderr, done
+    after = Path(f"{runs}.after/case/checkpoints")
+    assert [path.name for path in finished(after)] == [f"step_{n:08}" for n in (10, 12, 14)]
+    for directory in finished(after):
+        verify(directory)

@@ -598,6 +598,23 @@ def test_time_limits_of_the_end_count_from_its_start() -> None:
     assert job.result == 130
 
 
+def test_script_may_work_after_its_loop_unless_it_is_asked_to_stop() -> None:
+    job = _start({"a": 2}, works_on=True)
+    job.exit(1, 0)
+    job.consider(3600.0)
+    assert job.state.killed_since is None
+    job.state.stop_requested = True
+    job.consider(0.0)
+    assert job.state.killed_since is not None
+
+
+def test_script_that_does_not_end_after_an_agreed_error_is_killed() -> None:
+    job = _start({"a": 2}, works_on=True)
+    job.exit(1, 2)
+    job.consider(30.1)
+    assert job.state.killed_since is not None
+
+
 def test_process_that_outlives_the_end_of_the_job_fails_it() -> None:
     job = _start({"a": 2})
     job.exit(0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import socket
 import ssl
@@ -55,6 +56,31 @@ def test_unavailable_address_is_a_user_error() -> None:
         Exporter(TelemetryConfig(host="203.0.113.1"), 0)
     with pytest.raises(UserError, match=r"cannot listen on no-such-host\.invalid:9855"):
         Exporter(TelemetryConfig(host="no-such-host.invalid"), 0)
+
+
+@pytest.mark.parametrize("version", ["abc", "", "1.0.0.0.a", "-1", "1"])
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+def test_malformed_accept_header_is_answered(
+    version: str, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exporter = Exporter(TelemetryConfig(host=HOST), 0)
+    request = urllib.request.Request(f"http://{HOST}:{exporter.port}/metrics")
+    request.add_header("Accept", f"{kind};version={version}")
+    with urllib.request.urlopen(request, timeout=5) as page:
+        assert "hvdtrain_world_size" in page.read().decode()
+    exporter.close()
+    assert not capfd.readouterr().err
+
+
+def test_head_is_answered_like_get_without_a_body() -> None:
+    exporter = Exporter(TelemetryConfig(host=HOST), 0)
+    client = http.client.HTTPConnection(HOST, exporter.port, timeout=5)
+    client.request("HEAD", "/metrics")
+    answer = client.getresponse()
+    assert answer.status == 200 and int(answer.headers["Content-Length"]) > 0
+    assert answer.headers["Content-Type"].startswith("text/plain")
+    assert answer.read() == b""
+    exporter.close()
 
 
 @pytest.fixture

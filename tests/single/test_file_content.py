@@ -25,13 +25,13 @@ from safetensors.torch import save
 from hvdtrain.data.config import DataConfig
 from hvdtrain.data.file_kinds import check_text
 from hvdtrain.data.files import expand, find_files
-from hvdtrain.data.packed import read_packed, read_text, text_files
+from hvdtrain.data.packed import read_packed, read_text
 from hvdtrain.data.parquet import ParquetRows
 from hvdtrain.data.records import JSON_LINES, JsonLines, TarShards
 from hvdtrain.data.tables import open_table
 from hvdtrain.data.text import Tokenizer
 from hvdtrain.data.tokenize import Source, tokenize
-from hvdtrain.data.tokens import TokenMeta, read_token_files
+from hvdtrain.data.tokens import DTYPES, TokenMeta, read_token_files
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.mpi import Alone
 from tests.support.ranged_http import serving
@@ -106,7 +106,7 @@ def test_file_of_another_format_is_refused_by_every_reader(tmp_path: Path, what:
     TokenMeta(1 << 16, "bytes").write(tmp_path)
     text, lines, tokens, table = (str(tmp_path / f"a.{s}") for s in ("txt", "jsonl", "u16", "csv"))
     with pytest.raises(UserError, match=f"data.train: {text} is {what}"):
-        text_files(DataConfig(train=[text]))
+        read_text(DataConfig(train=[text]), Tokenizer(None))
     with pytest.raises(UserError, match=f"--input: {text} is {what}"):
         tokenize(Source([text]), tmp_path / "out", Alone())
     with pytest.raises(UserError, match=f"{lines} is {what}"):
@@ -124,6 +124,9 @@ def test_file_of_another_format_is_refused_by_every_reader(tmp_path: Path, what:
     [
         # Megatron's *.bin and datatrove's *.ds are tokens without a header.
         (TOKENS.astype("<u2").tobytes(), "not text, because it has NUL bytes: .*data.source token"),
+        (b"text with too many \0\n" * 9, "not text, because it has NUL bytes"),
+        (b"\x01\0" + b"text" * 99, "not text, because it has NUL bytes"),
+        ("Größe\n".encode("utf-16-le") * 100, "not text, because it has NUL bytes"),
         ("Größe\n".encode("utf-16") * 100, "UTF-16 text: convert it with `iconv -f UTF-16"),
     ],
 )
@@ -133,7 +136,7 @@ def test_binary_files_and_utf_16_are_refused_as_text(
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b").write_bytes(content)
     with pytest.raises(UserError, match=f"data.train: {tmp_path}/b is {what}"):
-        text_files(DataConfig(train=[str(tmp_path)]))
+        read_text(DataConfig(train=[str(tmp_path)]), Tokenizer(None))
 
 
 def test_text_in_any_language_and_encoding_is_accepted(tmp_path: Path) -> None:
@@ -142,6 +145,7 @@ def test_text_in_any_language_and_encoding_is_accepted(tmp_path: Path) -> None:
         "Grüße".encode("latin-1"),
         b"\xef\xbb\xbfa",
     ]
+    texts += [b"PAR1 is a name\n", b"printable text, and a \0\n" * 10 + b"\n" * 900]
     texts += ["BZh, PK and PAR 1".encode("cp1252"), b"\f\x1b[1mbold\x1b[0m", b"x" * 9000 + b"\0"]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_bytes(text)
@@ -165,7 +169,7 @@ def test_quoted_command_of_a_message_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "two words.txt.gz"
     file.write_bytes(gzip.compress(b"text"))
     with pytest.raises(UserError, match=f"`gunzip '{file}'`$"):
-        text_files(DataConfig(train=[str(file)]))
+        read_text(DataConfig(train=[str(file)]), Tokenizer(None))
 
 
 # --- what a directory holds besides ---------------------------------------------
@@ -292,18 +296,30 @@ def _tokens(directory: Path, dtype: str, suffix: str, vocab_size: int, tail: int
 @pytest.mark.parametrize(
     ("written", "suffix", "message"),
     [
-        ("<u4", ".u16", "so the tokens have 32 bits: name the file [*].u32"),
-        ("<i8", ".u16", "have 32 bits"),
-        ("<i8", ".u32", "have 64 bits"),
-        ("<u2", ".u32", r"token \d+ is outside the vocabulary of 1000 tokens in tokens.json"),
-        ("u1", ".u16", r"token \d+ is outside the vocabulary of 1000 tokens in tokens.json"),
+        ("<u4", ".u16", "If the tokens have 32 bits, name the file *.u32"),
+        ("<i8", ".u16", "If the tokens have 32 bits"),
+        ("<i8", ".u32", "If the tokens have 64 bits, store them with 32 bits"),
     ],
 )
-def test_tokens_of_another_width_are_refused(
-    tmp_path: Path, written: str, suffix: str, message: str
+def test_tokens_that_look_wider_have_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, written: str, suffix: str, message: str
 ) -> None:
+    file = Path(_tokens(tmp_path, written, suffix, 1000, tail=1))
+    assert read_token_files("data.train", [str(file)])
+    assert f"data.train: {file}: every second number" in caplog.text and message in caplog.text
+    caplog.clear()
+    with open(file, "ab") as opened:
+        opened.write(bytes(DTYPES[suffix].itemsize))  # a half of a wider token
+    assert read_token_files("data.train", [str(file)]) and not caplog.records
+
+
+@pytest.mark.parametrize(("written", "suffix"), [("<u2", ".u32"), ("u1", ".u16")])
+def test_tokens_that_are_narrower_are_refused(tmp_path: Path, written: str, suffix: str) -> None:
     file = _tokens(tmp_path, written, suffix, 1000, tail=1)
-    with pytest.raises(UserError, match=f"data.train: {file}: .*{message}"):
+    message = (
+        rf"data.train: {file}: token \d+ is outside the vocabulary of 1000 tokens in tokens.json"
+    )
+    with pytest.raises(UserError, match=message):
         read_token_files("data.train", [file])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from hvdtrain.elastic import horovod_script, watchdog
 from hvdtrain.elastic.horovod_script import ScriptProgress, ScriptRank, States, order_gpus
 from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity, ProcessStatus
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
-from tests.support.runs import REPOSITORY
+from tests.support.runs import REPOSITORY, environment
 
 IDENTITY = Identity("", "digest", 0, None)
 
@@ -256,3 +257,15 @@ def test_script_runs_as_under_python(tmp_path: Path) -> None:
     env["PYTHONPATH"] = f"{tmp_path}/first:{REPOSITORY}"
     assert run(*module, "sub/script.py") == run("sub/script.py")
     assert run(*module, "fails.py") == (5, "", "")
+
+
+def test_script_starts_in_a_directory_that_was_removed(tmp_path: Path) -> None:
+    script, gone = tmp_path / "script.py", tmp_path / "gone"
+    script.write_text("import sys; print(sys.argv[1])")
+    gone.mkdir()
+    command = [sys.executable, "-m", "hvdtrain.elastic.horovod_script", str(script), "ran"]
+    shell = f"cd {gone} && rmdir {gone} && exec {shlex.join(command)}"
+    done = subprocess.run(
+        ["sh", "-c", shell], capture_output=True, text=True, env=environment(), check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done

@@ -622,6 +622,15 @@ def test_mistake_in_a_thread_ends_the_process_with_its_code(tmp_path: Path) -> N
     assert done.returncode == 2 and done.stderr.count("hvdtrain: error: ") == 1, done
 
 
+def test_script_works_on_after_its_loop_for_any_time(tmp_path: Path) -> None:
+    work = "import time\nif training.rank == 0:\n    time.sleep(8)\n    print('END worked')\n"
+    script = tmp_path / "loop.py"
+    script.write_text(f"{loop_of('docs/own-loops.md')}\n{work}")
+    limit = ["--elastic.hang_seconds", "2"]
+    done = own_loops.start(tmp_path, "a", str(script), "gloo:2", *limit)
+    assert done.returncode == 0 and "END worked" in done.stdout, done
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/own-loops.md"])
 def test_first_loop_of_a_page_trains(tmp_path: Path, page: str) -> None:
     script = tmp_path / "loop.py"

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import functools
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
 
 from hvdtrain.errors import UserError
+from hvdtrain.parallel import schedules
 from hvdtrain.parallel.cut import CutModel
 from hvdtrain.parallel.schedules import Layout
+from hvdtrain.parallel.world import lost_peers
+from hvdtrain.runtime.collectives import RankLostError
 from tests.support.pipelined import (
     Case,
     Codes,
@@ -117,6 +124,32 @@ def test_dead_pipeline_peer_raises_error_without_hang(tmp_path: Path) -> None:
         on_torch_ranks(2, lose_a_peer, tmp_path / "seen")
     calls, seconds = map(float, (tmp_path / "seen").read_text().split())
     assert calls > 9 and seconds < 30
+
+
+class _Lost(torch.autograd.Function):
+    """A backward pass in which an all-gather of the shards fails, as it does in FSDP."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed")
+
+
+def test_lost_rank_in_a_backward_pass_is_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backward(stage: PipelineStage) -> None:
+        x = torch.ones(1, requires_grad=True)
+        stage_backward((_Lost.apply(x),), (torch.ones(1),), (x,))
+
+    monkeypatch.setattr(PipelineStage, "backward_one_chunk", backward)
+    monkeypatch.setattr(PipelineStage, "backward_weight_one_chunk", backward)
+    stage = schedules._Stage.__new__(schedules._Stage)
+    stage._computing = lambda phase: nullcontext()
+    for name in ("backward_one_chunk", "backward_weight_one_chunk"):
+        with pytest.raises(RankLostError), lost_peers():
+            getattr(stage, name)()
 
 
 @pytest.mark.parametrize(

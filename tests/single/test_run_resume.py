@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.job import Finished
-from tests.support.runs import REPOSITORY, TINY, losses, metrics, run, weights
+from tests.support.runs import REPOSITORY, TINY, losses, metrics, run, train, weights
 
 STEPS = 20
 MICRO_BATCHES = 4  # during a step
@@ -164,3 +165,19 @@ def test_resume_from_a_slow_disk_survives_the_watchdog(tmp_path: Path) -> None:
         done = run(tmp_path, [*flags, "--train.duration", steps], "gloo:2", env)
         assert done.returncode == 0, done
     assert "resumed from the checkpoint of step 2" in done.stderr, done
+
+
+def test_run_without_an_id_never_resumes_one_of_the_same_second(tmp_path: Path) -> None:
+    earlier = train(tmp_path, "earlier", ["--train.duration", "1"])
+    names = set()
+    now = time.time()
+    for second in range(int(now), int(now) + 60):
+        day = time.strftime("%Y%m%d-%H%M%S", time.localtime(second))
+        names.add(f"{day}-language_model")
+        shutil.copytree(earlier, tmp_path / f"{day}-language_model")
+    flags = [*TINY, "--train.duration", "2", "--run.root", str(tmp_path)]
+    done = run(tmp_path / "output", flags, "gloo:2")
+    assert done.returncode == 0, done
+    (own,) = {path.name for path in tmp_path.glob("2*")} - names
+    assert own.endswith("-2") and own.removesuffix("-2") in names
+    assert [line["step"] for line in metrics(tmp_path / own)] == [1, 2]

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import io
 import random
+import re
 import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import datasets as huggingface
 import numpy as np
 import pytest
 import torch
+import webdataset
 from PIL import Image
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, TensorDataset
+from torch.utils.data.datapipes.iter import IterableWrapper
+from torchdata import nodes
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hvdtrain.audit.report import audit
 from hvdtrain.config import Config
+from hvdtrain.data.batched import batches_of
 from hvdtrain.data.config import LoaderConfig
 from hvdtrain.data.sample_facts import SampleFacts
 from hvdtrain.data.samples import facts_of, open_files, values_of
@@ -104,12 +111,89 @@ def test_shuffled_stream_of_hugging_face_has_one_curve_and_resumes(tmp_path: Pat
 
 
 def test_loader_given_as_a_dataset_is_refused() -> None:
+    with pytest.raises(UserError, match="is a DataLoader, not a dataset of samples"):
+        built(DataLoader(TensorDataset(torch.ones(96)), batch_size=8))
+
+
+def built(data: Any) -> Datasets:
     class Task:
         def datasets(self) -> Datasets:
-            return Datasets(DataLoader(TensorDataset(torch.ones(96)), batch_size=8))  # type: ignore
+            return Datasets(data)
 
-    with pytest.raises(UserError, match="is a DataLoader, not a dataset of samples"):
-        build_datasets(Task(), Config())  # type: ignore[arg-type]
+    return build_datasets(Task(), Config())  # type: ignore[arg-type]
+
+
+def rows(*stages: Any) -> Any:
+    return webdataset.DataPipeline(lambda: iter(torch.ones(24, 1)), *stages)
+
+
+def hugging_face() -> Any:
+    return huggingface.Dataset.from_dict({"x": [*range(24)]}).to_iterable_dataset()
+
+
+@pytest.mark.parametrize(
+    ("data", "maker"),
+    [
+        (lambda: rows(webdataset.batched(8)), ".batched()"),
+        (lambda: rows(webdataset.batched(8), webdataset.shuffle(2)), ".batched()"),
+        (lambda: webdataset.WebDataset("none.tar", shardshuffle=False).batched(8), ".batched()"),
+        (lambda: webdataset.WebLoader(rows(webdataset.batched(8)), batch_size=None), ".batched()"),
+        (lambda: webdataset.WebLoader(rows(), batch_size=8).shuffle(2), "WebLoader"),
+    ],
+)
+def test_batches_of_webdataset_are_refused(data: Any, maker: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"count as one sample: leave {maker} out")):
+        built(data().with_length(3, silent=True))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: rows(webdataset.batched(2, collation_fn=None)),  # pairs, say
+        lambda: rows(webdataset.batched(2), webdataset.map(lambda pair: pair.sum(0))),
+        lambda: nodes.Loader(nodes.Prefetcher(nodes.Batcher(nodes.IterableWrapper([1]), 2), 2)),
+        lambda: hugging_face().batch(4).shuffle(seed=1),
+        lambda: hugging_face().with_format("torch").batch(4),
+        lambda: IterableWrapper([1, 2, 3]).batch(2),
+    ],
+)
+def test_samples_that_may_be_batches_have_a_note(data: Any) -> None:
+    [note] = built(data()).notes
+    assert "has a stage that makes batches" in note
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: rows(webdataset.batched(8), webdataset.unbatched()),
+        lambda: webdataset.WebLoader(rows(), batch_size=None),
+        lambda: nodes.Loader(nodes.IterableWrapper([1])),
+        lambda: hugging_face().map(lambda rows: rows, batched=True),
+        lambda: hugging_face().batch(by_column="x"),  # an episode is a sample
+        lambda: hugging_face().batch(4).map(lambda rows: {"x": rows["x"][0]}, batched=True),
+        lambda: IterableWrapper([1, 2, 3]).batch(2).unbatch(),
+    ],
+)
+def test_pipelines_of_single_samples_have_no_note(data: Any) -> None:
+    assert not built(data()).notes
+
+
+def test_attributes_of_own_datasets_are_not_looked_at() -> None:
+    class Strange(Augmented):
+        f = function = property(lambda self: 1 / 0)
+
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    data = Strange()
+    data.__dict__.update(f=torch.ones(2), pipeline=[webdataset.batched(8)], batched=torch.ones(2))
+    assert not batches_of(data)
+
+
+def test_stateful_loader_of_batches_is_refused() -> None:
+    batches = BatchSampler(range(24), 8, drop_last=False)
+    with pytest.raises(UserError, match="is a StatefulDataLoader, not a dataset of samples"):
+        built(StatefulDataLoader(TensorDataset(torch.ones(24)), batch_sampler=batches))
 
 
 # --- facts ---------------------------------------------------------------------

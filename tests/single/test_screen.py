@@ -132,7 +132,7 @@ def test_lines_of_ranks_other_than_0_name_their_rank() -> None:
 
 def test_supervisor_forwards_output_and_keeps_last_lines(capfd: pytest.CaptureFixture[str]) -> None:
     script = r"printf 'hvdtr' >&2; sleep 0.1; printf 'ain: step 1/9\nthe end' >&2; printf 'text\n'"
-    launcher = Launcher(["sh", "-c", script], os.environ)
+    launcher = Launcher(["sh", "-c", script], os.environ, "/")
     deadline = time.monotonic() + 10
     while launcher.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)

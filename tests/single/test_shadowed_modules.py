@@ -32,6 +32,26 @@ def test_directory_comes_after_pythons_modules_and_before_installed_ones(directo
     assert done.stderr == "found in the directory\n"
 
 
+@pytest.mark.parametrize("module", ["agent", "elastic.watchdog", "supervise.successor"])
+def test_own_program_finds_installed_modules_before_the_directory(
+    directory: Path, module: str
+) -> None:
+    names = ("psutil", "yaml", "horovod", "numpy")
+    for name in names:
+        (directory / f"{name}.py").write_text("raise SystemExit('found in the directory')\n")
+    argv = [sys.executable, "-m", f"hvdtrain.{module}"]
+    done = subprocess.run(
+        argv,
+        cwd=directory,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "directory" not in done.stderr, "it ends because it has no arguments"
+
+
 def test_module_of_a_project_keeps_pythons_order(directory: Path) -> None:
     (directory / "project.py").write_text("import hvdtrain, json, sys; print(json.dumps(sys.path))")
     argv = [sys.executable, "-m", "project"]

@@ -4,6 +4,7 @@ than ssh."""
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ from hvdtrain.errors import UserError
 from tests.support.job import has_ended, poll, running_children
 
 SECONDS = 20
+
+
+FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 class Fleet:
@@ -49,7 +53,9 @@ class Fleet:
         self.hub.on_start(lambda slot, _: {"SCRIPT": self.scripts[slot.rank]})
         environment = {"KEY": 'it\'s a "password"\n'}
         invited = Invitation(["127.0.0.1"], self.hub.port, secret, str(directory), environment)
-        self.agents = StartedAgents(self.hub, invited, ssh, lambda _: local, self.said.append)
+        self.agents = StartedAgents(
+            self.hub, invited, ssh, lambda _: local, self.said.append, FILES
+        )
         self.hub.start_agents_with(self.agents.start)
 
     def _on_output(self, number: int, stream: str, text: str) -> None:

@@ -298,7 +298,7 @@ def test_missing_launcher_is_a_user_error(tmp_path: Path, monkeypatch: pytest.Mo
     from hvdtrain.supervise.launcher import Launcher
 
     with pytest.raises(UserError, match="no-such-mpirun is not found"):
-        Launcher(["no-such-mpirun"], {})
+        Launcher(["no-such-mpirun"], {}, "/")
 
 
 def _environ(pid: int) -> str:

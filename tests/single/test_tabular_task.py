@@ -10,6 +10,7 @@ import random
 import subprocess
 from codecs import BOM_UTF8
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,13 @@ from hvdtrain.models.tabgpt import TabGPT, TableShape
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime.mpi import Alone
 from hvdtrain.tasks.tabular import Tabular, of_classes, of_numbers
-from hvdtrain.tasks.tabular_data import buffers, read_columns
+from hvdtrain.tasks.tabular_data import buffers, open_training, read_columns, share_borders
 from tests.support import warm
 from tests.support.datasets import KEYS, sales, write
+from tests.support.thread_ranks import exchange, on_ranks
 
 FEATURES = ("day", "cost", "colour", "shop", "number", "country")
+_BORDERS = tables._borders
 WANTED = Wanted(FEATURES, "sold", "day", 0.2)
 
 
@@ -111,6 +114,66 @@ def test_quoted_cell_without_an_end_is_named_with_its_line(tmp_path: Path) -> No
         UserError, match=rf"^{file}: cannot be read .the quote in line 4 has no end"
     ):
         open_table("k", [file], [])
+
+
+class _Rank:
+    """One of three ranks, which are threads."""
+
+    size = 3
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def run(self, part: Any) -> Any:
+        return part()
+
+    def gather(self, value: Any) -> list[Any]:
+        return exchange("columns", json.loads(json.dumps(value)))
+
+    def abort(self) -> None:
+        raise AssertionError
+
+
+def test_each_csv_file_is_read_whole_by_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / f"{number}.csv" for number in range(5)]
+    for file in files:
+        write(sales(), file)
+    config = parse([*KEYS, "--data.train", str(tmp_path)]).task_config
+    read: list[Path] = []
+    monkeypatch.setattr(tables, "_borders", lambda file: read.append(file) or _BORDERS(file))
+
+    def load(rank: int) -> Columns | str:
+        try:
+            borders = share_borders(config, _Rank(rank))
+            return scan(*open_training(config, borders, _Rank(rank)), _Rank(rank))
+        except UserError as error:
+            return str(error)
+
+    found = on_ranks([partial(load, rank) for rank in range(3)])
+    assert sorted(read) == files
+    assert found == 3 * [scan(*open_training(config, {}, Alone()), Alone())]
+    files[4].write_text('n,text\n1,"two\n')
+    [message] = {*on_ranks([partial(load, rank) for rank in range(3)])}
+    assert "4.csv: cannot be read (the quote in line 2 has no end)" in str(message)
+
+
+def test_rows_are_read_for_types_in_the_first_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [write(sales(), tmp_path / f"{number}.csv") for number in range(3)]
+    ranges: list[Path] = []
+    read = tables._range
+    monkeypatch.setattr(tables, "_range", lambda file, *r: ranges.append(file) or read(file, *r))
+    open_table("k", files, [])
+    assert ranges == [files[0], *files]  # the first rows, and each header
+
+
+def test_borders_of_another_file_are_not_used(tmp_path: Path) -> None:
+    file = write(sales(), tmp_path / "t.csv")
+    for known in ({}, {str(file): [0, 10, 20]}):
+        assert len(_read(open_table("k", [file], [], known), "number")) == len(sales())
 
 
 def test_table_of_another_format_is_named(tmp_path: Path) -> None:

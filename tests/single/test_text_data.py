@@ -391,6 +391,7 @@ def test_token_cache_is_reused_until_text_or_split_changes(
     assert read() == plain() and read(validation_fraction=0.5) == plain(validation_fraction=0.5)
     with monkeypatch.context() as patch:
         patch.setattr("hvdtrain.data.packed.encode_file", None)  # no token can be produced
+        patch.setattr("hvdtrain.data.packed.check_text", None)  # no file is opened
         read()
     next(corpus.rglob("*.txt")).write_text("something else")
     assert read() == plain()

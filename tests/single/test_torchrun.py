@@ -160,6 +160,25 @@ def test_restart_without_a_run_id_is_refused(tmp_path: Path) -> None:
     assert "exitcode  : 2" in done.stderr, done  # as torchrun reports it
 
 
+@pytest.mark.slow
+def test_ranks_save_and_end_after_torchrun_was_ended_by_sigusr1(tmp_path: Path) -> None:
+    task = ["--task", "tests.support.tasks:SlowWhile", "--train.duration", "9999"]
+    where = ["--run.root", str(tmp_path), "--run.id", "a"]
+    slow = {"HVDTRAIN_TEST_SLOW": f"0.05:{tmp_path}"}
+    job = start(tmp_path, [*TINY, *task, *where], "torchrun:2", slow)
+    try:
+        _wait_for_step(tmp_path / "a", 3)
+        ranks = psutil.Process(job.pid).children()
+        os.kill(job.pid, signal.SIGUSR1)
+        _, alive = psutil.wait_procs(ranks, 60)
+        assert not alive
+    finally:
+        job.kill()
+    steps = [line["step"] for line in metrics(tmp_path / "a")]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert (tmp_path / "a" / "checkpoints" / f"step_{steps[-1]:08}").is_dir()
+
+
 def _wait_for_step(directory: Path, step: int) -> None:
     file = directory / "metrics.jsonl"
     poll(lambda: file.exists() and len(metrics(directory)) >= step, 60, f"step {step}")

@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvdtrain.elastic import watchdog
 from hvdtrain.runtime.work import _work_of_thread
+from tests.support.job import poll
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +95,18 @@ def test_rank_waiting_for_a_busy_child_is_not_killed(
     assert busy.wait(20) == 0
 
 
+def test_rank_waiting_for_the_reader_of_its_output_is_not_killed(
+    rank: StartRank, tmp_path: Path
+) -> None:
+    blocked = rank('work()\nprint("x" * 1_000_000, flush=True)', hang_seconds=1.0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        blocked.wait(5)
+    assert (tmp_path / "stacks").read_text().count("its output is not read") == 1
+    assert blocked.stdout is not None
+    assert blocked.stdout.read().count("x") == 1_000_000
+    assert blocked.wait(20) == 0
+
+
 def test_rank_waiting_for_an_idle_child_is_killed(
     rank: StartRank,
 ) -> None:
@@ -130,6 +144,16 @@ def test_rank_is_watched_after_its_watchdog_dies(rank: StartRank, tmp_path: Path
     _watchdog(hung).kill()
     assert hung.wait(20) == -signal.SIGKILL
     assert "no progress, no work for 2 s, while WORKING" in (tmp_path / "stacks").read_text()
+
+
+def test_reason_is_logged_when_a_watchdog_dies_repeatedly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watchdog, "_RESTART_SECONDS", (0.01, 60.0))
+    dies = [sys.executable, "-c", "raise SystemExit('a module is missing')"]
+    watchdog.KeptWatchdog(lambda: subprocess.Popen(dies, stderr=subprocess.PIPE))
+    poll(lambda: "a module is missing" in caplog.text, 60, "the reason")
+    assert "ended 3 times" in caplog.text and caplog.text.count("a module") == 1
 
 
 def test_watchdog_survives_signals_to_the_group_of_its_rank(rank: StartRank) -> None:

@@ -34,7 +34,8 @@ PINS = """
     muon-optimizer==0.1.0 prodigy-plus-schedule-free==2.0.1 pytorch-warmup==0.2.0
     schedulefree==1.4.1 timm==1.0.31 torch-ema==0.3 torch-optimizer==0.3.0 torchmetrics==1.9.0
     x-transformers==2.31.10 performer-pytorch==1.1.4
-    axial-positional-embedding==0.3.12 colorama==0.4.6 lightning-utilities==0.15.3
+    axial-positional-embedding==0.3.12 colorama==0.4.6 hyper-connections==0.4.11
+    lightning-utilities==0.15.3
     local-attention==1.11.2 pytorch-ranger==0.1.1 tabulate==0.10.0 torchvision==0.28.0
 """
 COLUMNS = ("plain loop, resumed", "resumed", "2 ranks", "3 ranks", "rank replaced")

@@ -276,7 +276,7 @@ class SteppedDriver:
             ("time", clock),
             ("threading", threads),
             ("HeartbeatReceiver", _Heartbeats),
-            ("_say", self.messages.append),
+            ("say", self.messages.append),
         ):
             self._patches.enter_context(patch.object(driver_module, name, fake))
         self.driver = ElasticDriver(

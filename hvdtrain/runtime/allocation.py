@@ -1,0 +1,36 @@
+"""The Slurm job in which a process runs, and the time that it has left."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+_ANSWER_SECONDS = 10.0
+_TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # days-hours:minutes:seconds
+
+
+def slurm_job() -> str | None:
+    """Return the ID of the job that contains this process, if it is one of Slurm."""
+    return os.environ.get("SLURM_JOB_ID")
+
+
+def seconds_left(job: str) -> float | None:
+    """Ask Slurm how long a job may still run; None: without a limit, or it does not answer."""
+    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%L"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_time_left(done.stdout.strip())
+
+
+def parse_time_left(text: str) -> float | None:
+    """Read Slurm's [days-][hours:]minutes:seconds; None for any other text, such as UNLIMITED."""
+    found = _TIME_LEFT.fullmatch(text)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds

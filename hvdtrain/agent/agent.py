@@ -57,6 +57,7 @@ from hvdtrain.run_files import owner_token
 from hvdtrain.run_files.owner_token import Token, moved
 from hvdtrain.runtime.environment import launched
 from hvdtrain.runtime.queued_output import flush, say
+from hvdtrain.runtime.signals import ASKING, PAIR_SECONDS, requests
 
 _CONNECT_SECONDS = 1.5  # to one address of the driver
 _REPLY_SECONDS = 5.0
@@ -80,8 +81,6 @@ _SETTLED_SECONDS = 5.0
 _RENEWED_SECONDS = 2.0  # a driver renews its token more often
 # A signal that arrives while no driver responds waits for the next one, which lets the ranks save.
 _SIGNAL_SECONDS = 10.0
-# A batch system sends signals in pairs, and to the keeper as well as to the agent.
-_PAIR_SECONDS = 1.0
 _END_SECONDS = guard.GRACE_SECONDS + 3.0
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 14  # a longer line is sent in pieces
@@ -202,9 +201,9 @@ class Agent:
         self._code = loop.create_future()
         guard.adopt_orphans()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
-        for number in guard.SIGNALS:
+        for number in requests():
             loop.add_signal_handler(number, self._on_signal, number)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, guard.SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
         works: list[Coroutine[Any, Any, None]] = [self._serve_drivers(), self._watch()]
         if (path := self._settings.run) is not None:
             works += [self._leave_silent_drivers(path), self._replace_drivers(path)]
@@ -637,7 +636,7 @@ class Agent:
 
     def _on_signal(self, number: int) -> None:
         now = time.monotonic()
-        again = self._signalled is not None and now - self._signalled > _PAIR_SECONDS
+        again = self._signalled is not None and now - self._signalled > PAIR_SECONDS
         if self._signalled is None:
             self._signalled = now
         elif not again:
@@ -797,7 +796,7 @@ def _end_drivers() -> None:
 
 def _run_one(settings: AgentSettings, driver: _FirstDriver) -> int:
     """Return the status of an agent, as of waitpid; pass signals on to it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, guard.SIGNALS)  # until each has its own handlers
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # until each has its own handlers
     keeper, agent = os.getpid(), os.fork()
     if agent == 0:
         code = EXIT_CRASH
@@ -815,9 +814,9 @@ def _run_one(settings: AgentSettings, driver: _FirstDriver) -> int:
         with suppress(OSError):
             os.kill(agent, signal.SIGKILL if number == signal.SIGALRM else number)
 
-    for number in (*guard.SIGNALS, signal.SIGALRM):
+    for number in (*requests(), signal.SIGALRM):
         signal.signal(number, pass_on)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, guard.SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == agent:

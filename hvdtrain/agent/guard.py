@@ -28,8 +28,6 @@ from hvdtrain.runtime.signals import ASKING
 
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 END = b"e"
-# By which a batch system or a user asks a task to end.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _KILL_SECONDS = 2.0  # waited for processes that the kernel cannot end now
 _SET_DEATH_SIGNAL, _SET_NAME, _SET_SUBREAPER = 1, 15, 36  # of prctl(2)
 _NOT_STARTED = 127

@@ -71,7 +71,7 @@ from hvdtrain.errors import EXIT_CRASH, EXIT_USER
 from hvdtrain.run_files.host_records import LAUNCH_VARIABLE, HostRecords
 from hvdtrain.runtime import interfaces
 from hvdtrain.runtime.queued_output import say
-from hvdtrain.runtime.signals import handle
+from hvdtrain.runtime.signals import PAIR_SECONDS, handle, requests
 
 # Seconds between discoveries (below full size, at full size); running the discovery script
 # dominates the cost.
@@ -163,7 +163,7 @@ class ElasticDriver:
         self._places: dict[tuple[str, int], SlotInfo] = {}
         self._job = secrets.randbits(62)  # unique to this job
         self._most_ranks = 0  # most ranks that have run at once so far
-        self._signalled = False  # by a first SIGTERM or SIGUSR1; a second one kills
+        self._signalled: float | None = None  # time of the first signal; a later one kills
         self._heartbeats: HeartbeatReceiver | None = None
         self._silent: list[str] = []  # processes whose silence ended the last generation
         run = os.environ.get(LAUNCH_VARIABLE)
@@ -206,10 +206,10 @@ class ElasticDriver:
     def handle_signals(self) -> None:
         """Handle signals.
 
-        On SIGTERM or SIGUSR1 the ranks write a checkpoint and end. A second signal, or SIGINT,
-        ends them at once.
+        On a signal that asks for an end the ranks write a checkpoint and end. A later signal, or
+        SIGINT, ends them at once.
         """
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in requests():
             handle(number, self._on_signal)
 
     def start(self, starter: Starter, num_proc: int) -> None:
@@ -527,9 +527,11 @@ class ElasticDriver:
     # --- signals and discovery -----------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT or self._signalled:
+        now = time.monotonic()
+        self._signalled = self._signalled or now
+        if number == signal.SIGINT or now - self._signalled > PAIR_SECONDS:
             self._kill(128 + number)
-        self._state.stop_requested = self._signalled = True
+        self._state.stop_requested = True
 
     def _discover(self) -> None:
         if self._records is not None:

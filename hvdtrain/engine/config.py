@@ -217,7 +217,7 @@ class PreemptConfig:
     """Preemption.
 
     Args:
-        grace_seconds: seconds from SIGTERM or SIGUSR1 until the ranks are killed; 0 = not known
+        grace_seconds: seconds from a signal until the ranks are killed; 0 = not known
         notice: source of a host's preemption notice: `aws`, `gcp` or `azure` (their metadata),
             `file:PATH` (it appears), `command:COMMAND` (it exits with 0), or an http address (it
             answers 200). In an elastic run that host leaves; any other run stops with a checkpoint;

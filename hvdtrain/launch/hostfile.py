@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -16,6 +17,10 @@ from hvdtrain.errors import UserError
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SLOTS = re.compile(r"[0-9]{1,9}")
 _SCONTROL_SECONDS = 10
+# In a host file, after the name; Open MPI reads all of them.
+_LIMIT = re.compile(r"\s+max[_-]slots\s*=\s*\d+")
+_COUNT = re.compile(r"\s+(?:slots|count|cpu)\s*=\s*")
+_OF_SSH = re.compile(r"@|\b(?:port|user_?name)\s*=")
 
 
 class Host(NamedTuple):
@@ -60,7 +65,8 @@ def parse_hosts(text: str) -> list[Host]:
 def read_hostfile(path: str) -> list[Host]:
     """Read one host per line: `node1 slots=8` (Open MPI), `node1:8`, or `node1` for one slot.
 
-    `#` starts a comment; Open MPI's max_slots is ignored. A repeated name adds slots.
+    `#` or `//` starts a comment, `count` and `cpu` mean slots as in Open MPI, and max_slots is
+    ignored. A repeated name adds slots.
 
     Raises:
         UserError: a line is wrong (the message names file and line), or there is no host.
@@ -74,11 +80,18 @@ def read_hostfile(path: str) -> list[Host]:
         raise UserError(f"{path} is not a text file") from None
     found = []
     for number, line in enumerate(lines, start=1):
-        text = line.partition("#")[0].strip()
+        text = re.split("#|//", line, maxsplit=1)[0].strip()
+        where = f"{path}, line {number}: {text}"
+        if _OF_SSH.search(text):
+            raise UserError(
+                f"{where}: a user or port is not read here: set User and Port of the host in "
+                "~/.ssh/config"
+            )
+        if text.startswith("[") or text.count(":") > 1:
+            raise UserError(f"{where}: MPIs do not read IPv6 addresses: give the host's name")
         if text:
-            entry = re.sub(r"\s+max[_-]slots\s*=\s*\d+", "", text)
-            entry = re.sub(r"\s+slots\s*=\s*", ":", entry)
-            found.append(_entry(entry, f"{path}, line {number}: {text}", "node1 slots=8"))
+            entry = _COUNT.sub(":", _LIMIT.sub("", text), count=1)
+            found.append(_entry(entry, where, "node1 slots=8"))
     if not found:
         raise UserError(f"{path}: no host in it; write a line such as 'node1 slots=8'")
     return _merge(found)
@@ -86,6 +99,9 @@ def read_hostfile(path: str) -> list[Host]:
 
 def slurm_hosts(env: Mapping[str, str] = os.environ) -> list[Host]:
     """Return the nodes of this process's Slurm job, with the tasks of each.
+
+    SLURM_TASKS_PER_NODE may count more tasks than were asked for (`--ntasks=20
+    --ntasks-per-node=8` on 3 nodes): nodes then get as equal shares of SLURM_NTASKS as they can.
 
     Raises:
         UserError: this is not a Slurm job, or scontrol fails.
@@ -102,7 +118,24 @@ def slurm_hosts(env: Mapping[str, str] = os.environ) -> list[Host]:
             f"--slurm: {len(names)} nodes in SLURM_JOB_NODELIST={nodes}, but {len(slots)} in "
             f"SLURM_TASKS_PER_NODE={tasks}"
         )
-    return [Host(name, count) for name, count in zip(names, slots, strict=True)]
+    if _SLOTS.fullmatch(asked := env.get("SLURM_NTASKS", "")):
+        slots = _at_most(slots, int(asked))
+    return [Host(name, count) for name, count in zip(names, slots, strict=True) if count]
+
+
+def _at_most(slots: list[int], total: int) -> list[int]:
+    """Return `slots` lowered as evenly as possible to `total` in all, on the last hosts first."""
+
+    def of_level(level: int) -> int:
+        return sum(min(count, level) for count in slots)
+
+    level = bisect_right(range(max(slots) + 1), total, key=of_level) - 1
+    lowered, left = [], total - of_level(level)
+    for count in slots:
+        more = count > level and left > 0
+        lowered.append(min(count, level) + more)
+        left -= more
+    return lowered
 
 
 def tasks_per_node(text: str) -> list[int]:

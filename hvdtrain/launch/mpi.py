@@ -2,7 +2,7 @@
 
 | | Open MPI 4 | Open MPI 5 (PRRTE) | MPICH, MVAPICH (Hydra) | Intel MPI (its Hydra) |
 | --- | --- | --- | --- | --- |
-| hosts and slots | `-H a:2,b:1` | `-H a:2,b:1` | `-hosts a:2,b:1` | `-hosts a:2,b:1` |
+| hosts and slots | `-H a:2,b:1` | `-H a:2,b:1` | `-hosts a:2,b:1` | `-machinefile F` |
 | no binding | `--bind-to none` | `--bind-to none` | `-bind-to none` | `I_MPI_PIN=0` |
 | variables for ranks | `-x NAME` | `-x NAME` | passes all | passes all |
 | root | `--allow-run-as-root` | `--allow-run-as-root` | allowed | allowed |
@@ -122,6 +122,8 @@ def find(name: str) -> MPI | None:
     return MPI(found[1], found[2]) if found else None
 
 
+# Hosts and slots that a launcher has announced, as `a:2,b:1`: ranks compare them with their own.
+HOSTS_VARIABLE = "HVDTRAIN_HOSTS"
 # Part of a wheel's version: its MPI.
 PATTERN = rf"(?:{'|'.join(_TITLES)})\d+(?:\.\d+)*?"
 
@@ -272,9 +274,24 @@ def _hosts(mpi: MPI, hosts: str | None) -> list[str]:
         return ["-H", hosts] if hosts else ["--oversubscribe"]
     if not hosts:
         return []
-    name, _, slots = hosts.partition(":")
-    # Intel MPI would take `name:slots` of a single host for its name.
-    return ["-hosts", hosts] if "," in hosts else ["-hosts", name, "-ppn", slots or "1"]
+    # Intel MPI ignores slots in -hosts and -hostfile: it fills each host with a rank per core.
+    return ["-machinefile", _machine_file(hosts)] if mpi.name == "intelmpi" else ["-hosts", hosts]
+
+
+def host_file_option(mpi: MPI) -> str:
+    """Return the option for a file in which a host has a line for each of its slots."""
+    return "-machinefile" if mpi.name == "intelmpi" else "--hostfile"
+
+
+@functools.cache
+def _machine_file(hosts: str) -> str:
+    """Return the path of a file with a line `name:slots` for each host, in this process's memory.
+
+    mpiexec.hydra requires a regular file. Nothing is left when this process has ended.
+    """
+    file = os.memfd_create("hosts")
+    os.write(file, hosts.replace(",", "\n").encode() + b"\n")
+    return f"/proc/{os.getpid()}/fd/{file}"
 
 
 def _watch(mpi: MPI) -> list[str]:

@@ -21,6 +21,7 @@ from hvdtrain.errors import EXIT_USER, UserError, crash
 from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
 from hvdtrain.parallel.config import AXES
+from hvdtrain.run.placement import check_placement, placed
 from hvdtrain.run.resolve import with_global_batch
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import AgreedError, gather_json
@@ -47,13 +48,14 @@ def agree_to_start(
         _check_start(settings, topology, membership)
     except UserError as error:
         failure = str(error), error.exit_code
-    facts = gather_json({"digest": digest, "failure": failure}, "start")
+    facts = gather_json({"digest": digest, "failure": failure, "placed": placed()}, "start")
     expected, host = facts[0]["digest"], topology.hosts[0]
     raise_first([other_configuration(host) if fact["digest"] != expected else "" for fact in facts])
     for rank, fact in enumerate(facts):
         if fact["failure"] is not None:
             message, exit_code = fact["failure"]
             raise AgreedError(message, exit_code, rank)
+    check_placement(topology, [fact["placed"] for fact in facts])
 
 
 def raise_first(problems: Sequence[str]) -> None:

@@ -169,6 +169,11 @@ def launched_local_size(env: Mapping[str, str] = os.environ) -> int:
     return torch.local_size if torch else _first(env, "HOROVOD_LOCAL_SIZE", *_LOCAL_SIZES) or 1
 
 
+def mpi_local_size(env: Mapping[str, str] = os.environ) -> int | None:
+    """Return the number of ranks on this host from mpirun; None if it does not set it."""
+    return _first(env, *(name for name in _LOCAL_SIZES if not name.startswith("SLURM_")))
+
+
 def launched_local_rank(env: Mapping[str, str] = os.environ) -> int:
     """Return this process's local rank from its launcher; 0 without a launcher.
 

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-_PAIR_SECONDS = 1.0
+# Batch systems, mpirun and `timeout` send pairs: a signal so soon after the first belongs to it.
+PAIR_SECONDS = 1.0
 _LAUNCHER_SECONDS = 10.0
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
@@ -29,7 +30,15 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.S
 _SIGNALS: Mapping[int, Handler] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGUSR1: signal.SIG_IGN,
+    signal.SIGUSR2: signal.SIG_IGN,
+    signal.SIGHUP: signal.SIG_IGN,
 }
+
+
+def requests() -> list[signal.Signals]:
+    """Return the signals of `ASKING` that a launcher handles: not SIGHUP under nohup."""
+    hup = signal.getsignal(signal.SIGHUP)
+    return [one for one in ASKING if one != signal.SIGHUP or hup != signal.SIG_IGN]
 
 
 def handle(number: int, handler: Handler) -> None:
@@ -115,10 +124,10 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class StopFlag:
-    """Flag raised by SIGUSR1 or SIGTERM. The handler does nothing else.
+    """Flag raised by SIGTERM, SIGUSR1, SIGUSR2 or SIGHUP. The handler does nothing else.
 
-    A later signal ends the process at once, with exit code 128 + its number. A signal within a
-    second does not count as a later one: Slurm and mpirun send signals in pairs.
+    A later signal ends the process at once, with exit code 128 + its number. A signal within
+    PAIR_SECONDS does not count as a later one.
 
     Attributes:
         raised_at: time.monotonic() of the first signal, or None.
@@ -151,9 +160,21 @@ class StopFlag:
         return self.raised
 
     def install(self) -> None:
-        """Install the handlers of both signals; in a thread no signal raises the flag."""
+        """Install the handlers; in a thread no signal raises the flag.
+
+        SIGUSR2 and SIGHUP keep what a script, or nohup, has set for them.
+        """
         if _in_main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            kept = [
+                number
+                for number in (signal.SIGUSR2, signal.SIGHUP)
+                if signal.getsignal(number) != signal.SIG_DFL
+            ]
+            self._before = {
+                number: signal.signal(number, self._handle)
+                for number in _SIGNALS
+                if number not in kept
+            }
             _replace_in_children(_SIGNALS, self._is_ours)
 
     def ignore(self) -> None:
@@ -181,7 +202,7 @@ class StopFlag:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._counted_from is not None and now - self._counted_from > _PAIR_SECONDS:
+        if self._counted_from is not None and now - self._counted_from > PAIR_SECONDS:
             os._exit(128 + number)
         self._counted_from = self._counted_from or now
         self.raise_()

@@ -50,14 +50,12 @@ from hvdtrain.run_files.ownership import Ownership, TokenPace
 from hvdtrain.runtime import interfaces
 from hvdtrain.runtime.environment import launched, launched_local_rank, launched_rank, launched_size
 from hvdtrain.runtime.queued_output import flush, say
-from hvdtrain.runtime.signals import handle
+from hvdtrain.runtime.signals import ASKING, PAIR_SECONDS, handle, requests
 from hvdtrain.supervise import run_progress
 
 # The first generation waits so long for agents of hosts that are late; they join later.
 _GATHER_SECONDS = 15.0
 _LOOK_SECONDS = 0.1
-# A batch system sends signals in pairs, and to all tasks of a job.
-_PAIR_SECONDS = 1.0
 # A driver renews its token more often than other owners, so that its successor waits less.
 _LEASE = TokenPace(beat=0.5, lease=True)
 _SUCCESSOR_LEASE = TokenPace(beat=0.5, stale=3.0, short_stale=3.0, lease=True)
@@ -155,7 +153,7 @@ def run_first_task(plan: AllocationRun, hosts: int) -> int:
                 os._exit(_JOINS)
             raise
     os.close(ready_end)
-    for number in guard.SIGNALS:
+    for number in requests():
         handle(number, lambda number, _: os.kill(driver, number))
     if os.read(wait_end, 1):
         become_agent(plan, driver)
@@ -200,7 +198,7 @@ def joins(plan: AllocationRun, patience: float = 0.0) -> bool:
 
 def become_agent(plan: AllocationRun, driver: int | None = None) -> NoReturn:
     """Replace this process by the agent of this host; `driver`: pid of a child."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, guard.SIGNALS)  # until the agent handles them
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # until the agent handles them
     argv = [sys.executable, "-m", "hvdtrain.cli", "agent", "--run", str(plan.run)]
     argv += ["--wait", str(plan.wait)]
     argv += ["--slots", str(plan.slots)] if plan.slots else []
@@ -241,7 +239,7 @@ class AllocationDriver:
         Raises:
             UserError: another process supervises the run, or its directory cannot be written.
         """
-        for number in guard.SIGNALS:
+        for number in requests():
             handle(number, self._on_own_signal)
         with run_progress.hold(self._plan.run, _LEASE) as lease:
             driver_file.remove_state(self._plan.run)  # of an earlier job
@@ -269,7 +267,7 @@ class AllocationDriver:
             content, state = driver_file.read(run), driver_file.read_state(run)
             if content is None or state is None or content.exit_code is not None:
                 raise UserError(f"{run}: the job has ended")
-            for number in guard.SIGNALS:
+            for number in requests():
                 handle(number, self._on_own_signal)
             _say(f"{socket.gethostname()} runs the driver now: {who(known)} does not respond")
             job = state["job"]
@@ -452,7 +450,7 @@ class AllocationDriver:
         now = time.monotonic()
         with self._signal_lock:
             first = self._signals.setdefault(receiver, now)
-            if number == signal.SIGINT or now - first > _PAIR_SECONDS:
+            if number == signal.SIGINT or now - first > PAIR_SECONDS:
                 self._killed_by = number
             self._stop()
 

@@ -31,7 +31,7 @@ from hvdtrain.launch.hostfile import Host, as_text, first_slots, total_slots
 from hvdtrain.run_files import host_records
 from hvdtrain.run_files.host_records import LAUNCH_VARIABLE, HostRecords
 from hvdtrain.runtime.queued_output import say
-from hvdtrain.runtime.signals import handle
+from hvdtrain.runtime.signals import PAIR_SECONDS, handle, requests
 from hvdtrain.supervise import host_evidence, run_progress
 from hvdtrain.supervise.hosts import ROUND_SECONDS, HostWatch, KnownHosts, end_orphans
 from hvdtrain.supervise.launcher import Launcher
@@ -39,7 +39,7 @@ from hvdtrain.supervise.policy import Pace, RestartPolicy
 from hvdtrain.text import plural
 
 # --- stop signals -------------------------------------------------------------
-# SIGUSR1 or SIGTERM requests an end with a checkpoint; Ctrl-C or a second signal, an end at once.
+# A first signal requests an end with a checkpoint; Ctrl-C or a later signal, an end at once.
 
 
 _TICK_SECONDS = 0.1
@@ -57,15 +57,16 @@ class StopRequests:
     """The received signals; the handler only records them."""
 
     def __init__(self) -> None:
-        self._signals: list[int] = []
+        self._first: float | None = None  # time of the first one
+        self._at_once = 0  # a signal that asks for an end at once
 
     def install(self) -> None:
         """Install the handlers; call it in the main thread."""
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        for number in requests():
             handle(number, self._note)
 
     def __bool__(self) -> bool:
-        return bool(self._signals)
+        return self._first is not None
 
     def tick(self) -> None:
         """Wait a moment while a launcher runs.
@@ -74,8 +75,8 @@ class StopRequests:
             Stop: the supervisor must end at once.
         """
         time.sleep(_TICK_SECONDS)
-        if signal.SIGINT in self._signals or len(self._signals) > 1:
-            raise Stop(128 + self._signals[-1])
+        if self._at_once:
+            raise Stop(128 + self._at_once)
 
     def pause(self, seconds: float) -> None:
         """Wait while no launcher runs.
@@ -86,13 +87,16 @@ class StopRequests:
         deadline = time.monotonic() + seconds
         while True:
             self.tick()
-            if self._signals:
+            if self:
                 raise Stop(EXIT_PREEMPTED)
             if time.monotonic() >= deadline:
                 return
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
+        now = time.monotonic()
+        self._first = self._first or now
+        if number == signal.SIGINT or now - self._first > PAIR_SECONDS:
+            self._at_once = number
 
 
 # Long enough for a busy host to respond, in two rounds; then its silence is reported.
@@ -209,6 +213,7 @@ class Supervisor:
             self._learn(ended)
             if self._requests:
                 # Preempted even if the ranks could not save: the newest checkpoint is the state.
+                self._say_unsaved(code)
                 return code if code in (0, EXIT_USER, EXIT_NOT_FINITE) else EXIT_PREEMPTED
             if run_progress.made_steps(plan.run, ended.began):
                 self._proven = {host.name for host in ended.job}
@@ -271,6 +276,7 @@ class Supervisor:
         since = f" from step {run_progress.newest_checkpoint(plan.run)}" if plan.steps_known else ""
         _say(f"starting {plural(total_slots(job), 'rank')} on {as_text(job)}{since}")
         began, env = time.time(), os.environ | {LAUNCH_VARIABLE: str(plan.run)}
+        env[mpi.HOSTS_VARIABLE] = as_text(job) if plan.controller == "mpi" else ""
         launcher = Launcher(self._argv(job, env), env, self._directory)
         # An elastic launcher watches its hosts itself.
         watched = (job, self._hosts.listed) if plan.controller == "mpi" else ([], list)
@@ -336,7 +342,7 @@ class Supervisor:
         while (code := launcher.poll()) is None:
             if self._requests and not asked:
                 known = self._plan.steps_known
-                _say(f"asked to stop: the ranks {'write a checkpoint' if known else 'get SIGUSR1'}")
+                _say(f"asked to stop: the ranks {'are to save' if known else 'get SIGUSR1'}")
                 launcher.send(signal.SIGUSR1)
                 asked = True
             now = time.monotonic()
@@ -369,6 +375,17 @@ class Supervisor:
         steady = total_slots(self._preferred(hosts))
         ready = min(steady, self._plan.max_np or steady)
         return ready > total_slots(job) and run_progress.newest_step(self._plan.run) > began_at
+
+    def _say_unsaved(self, code: int) -> None:
+        """Say if ranks that were asked to save ended first: a batch system may kill mpirun."""
+        if self._plan.steps_known and code not in _AGREED:
+            step = run_progress.newest_step(self._plan.run)
+            saved = run_progress.newest_checkpoint(self._plan.run)
+            if saved < step:
+                _say(
+                    f"the ranks ended with exit code {code} before they had saved step {step}: "
+                    f"the run resumes after step {saved}"
+                )
 
     def _say_end(self, reason: str, step: int, ended: _Ended) -> None:
         known = self._plan.steps_known

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -364,6 +365,47 @@ def test_supervised_job_continues_after_rank_is_killed(
     assert run.restarts == 0, "the launcher was restarted, not the job"
     assert len(run.lines()) == STEPS
     _check_curve(run, undisturbed)
+
+
+@pytest.mark.soak
+def test_signal_to_all_processes_of_a_supervised_job_saves(
+    slurm: Slurm, submit: Submit, undisturbed: SlurmRun
+) -> None:
+    run = submit("all", LAUNCHER="launch")
+    signal = ["scancel", "--full", "--signal=USR1", str(run.job)]
+    log = run.restarted_by(lambda: slurm.run(*signal))
+    _check_nothing_lost(run, log, undisturbed)
+    slurm.run("scancel", str(run.job))
+    run.wait("CANCELLED")
+    last = run.lines()[-1]["step"]
+    lost = f"before they had saved step {last}" in run.log
+    saved = (run.directory / f"checkpoints/step_{last:08}").exists()
+    assert lost or saved, run.log
+
+
+# Options of sbatch that leave Slurm to choose the tasks of each node.
+TASKS = [
+    "--nodes=2 --ntasks=3 --ntasks-per-node=2",
+    "--nodes=2 --ntasks=2 --ntasks-per-node=2",
+    "--nodes=2 --ntasks-per-node=2",
+    "--nodes=2 --ntasks=4",
+    "--nodes=1 --ntasks=2",
+    "--nodes=2 --ntasks=3",
+]
+
+
+@pytest.mark.parametrize("options", TASKS)
+def test_slurm_hosts_match_where_srun_starts_tasks(slurm: Slurm, options: str) -> None:
+    show = (
+        "from hvdtrain.launch.hostfile import as_text, slurm_hosts; print(as_text(slurm_hosts()))"
+    )
+    script = f"{sys.executable} -c '{show}'; srun sh -c 'echo task $SLURMD_NODENAME'"
+    log = slurm.cluster.shared / f"tasks-{TASKS.index(options)}.log"
+    job = slurm.sbatch([*options.split(), f"--output={log}", "--wrap", script])
+    slurm.wait(job, "COMPLETED", WAIT_SECONDS)
+    hosts, *tasks = log.read_text().splitlines()
+    found = Counter(line.split()[1] for line in tasks if line.startswith("task "))  # no warnings
+    assert hosts == ",".join(f"{name}:{found[name]}" for name in sorted(found)), tasks
 
 
 @pytest.mark.soak

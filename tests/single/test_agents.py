@@ -239,14 +239,24 @@ def test_all_agents_exit_with_the_code_of_the_job(fleet: Fleet) -> None:
     assert has_ended(rank)
 
 
-@pytest.mark.parametrize("target", ["hvdtrain-keeper", "hvdtrain-agent"])
-def test_signal_to_an_agent_reaches_the_driver_once(fleet: Fleet, target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "number"),
+    [
+        ("hvdtrain-keeper", signal.SIGUSR1),
+        ("hvdtrain-agent", signal.SIGUSR1),
+        ("hvdtrain-keeper", signal.SIGUSR2),
+        ("hvdtrain-agent", signal.SIGHUP),
+    ],
+)
+def test_signal_to_an_agent_reaches_the_driver_once(
+    fleet: Fleet, target: str, number: signal.Signals
+) -> None:
     fleet.agent("a")
     for _ in range(2):  # a batch system sends them in pairs
-        fleet.pid("a", target).send_signal(signal.SIGUSR1)
+        fleet.pid("a", target).send_signal(number)
     poll(lambda: bool(fleet.signals), SECONDS, "the signal")
     time.sleep(0.2)
-    assert fleet.signals == [("a", signal.SIGUSR1)]
+    assert fleet.signals == [("a", number)]
 
 
 def test_sigterm_to_an_agent_without_a_launcher_makes_its_host_leave(fleet: Fleet) -> None:

@@ -41,6 +41,7 @@ if sys.argv[1:] == ["--version"]:
     sys.exit(print(os.environ.get("STUB_MPI", "mpirun (Open MPI) 4.1.4")))
 with open(os.environ["STUB_CALLS"], "a") as file:
     read = [sys.stdin.read()] if sys.argv[1:4] == ["--parent", "job", "submit"] else []
+    read += [open(word).read() for word in sys.argv if word.startswith("/proc/")]
     file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:], *read]) + "\\n")
 sys.exit(int(os.environ.get("STUB_EXIT", "0")) if "hvdtrain" in " ".join(sys.argv[1:]) else 0)
 """
@@ -225,8 +226,13 @@ def test_script_gives_each_mpi_its_own_options(
     _, (words, *_) = call(script, target, LAUNCHER="mpirun", **env)
     assert words[0] == program and f" {binding} " in " ".join(words)
     assert ("-x" in words) == ("Open MPI" in version and target != "slurm")
-    if target == "mpirun":
+    if target == "mpirun" and "Intel" in version:  # it reads slots from a file only
+        assert "-machinefile" in words and words[-1] == HOSTS[1].replace(",", "\n") + "\n"
+    elif target == "mpirun":
         assert words[words.index("-H" if "Open MPI" in version else "-hosts") + 1] == HOSTS[1]
+    elif target != "slurm":
+        option = "-machinefile" if "Intel" in version else "--hostfile"
+        assert words[words.index(option) + 1] == "nodes"
 
 
 @pytest.mark.parametrize("target", [*BATCH, "mpirun"])

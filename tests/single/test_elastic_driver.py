@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -381,6 +382,16 @@ def test_notice_on_every_host_stops_the_run_with_exit_code_75(job: Callable[...,
     running.driver.leave(1, "notice")
     assert not running.news()["stop"]
     running.driver.leave(0, "notice")
+    assert running.news()["stop"]
+    running.exits |= {0: 75, 1: 75}
+    assert running.driver.wait() == 75
+
+
+def test_pair_of_signals_to_the_driver_lets_ranks_save(job: Callable[..., Job]) -> None:
+    running = job({"a": 1, "b": 1}, np=2)
+    running.join(0, 1)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        running.driver._on_signal(number, None)
     assert running.news()["stop"]
     running.exits |= {0: 75, 1: 75}
     assert running.driver.wait() == 75

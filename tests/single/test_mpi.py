@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -196,12 +197,24 @@ def test_hydra_options() -> None:
     assert mpi.argv(MPICH, 2, COMMAND) == ["mpirun", "-np", "2", "-bind-to", "none", *COMMAND]
     argv = mpi.argv(INTEL, 3, COMMAND, "a:2,b:1", watched=True)
     assert argv[1].startswith("I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS=-o BatchMode=yes")
-    assert argv[5:] == ["-hosts", "a:2,b:1", "-genv", "I_MPI_PIN", "0", *COMMAND]
+    assert argv[5] == "-machinefile" and argv[7:] == ["-genv", "I_MPI_PIN", "0", *COMMAND]
+    assert Path(argv[6]).read_text() == "a:2\nb:1\n" and Path(argv[6]).is_file()
 
 
-def test_single_host_of_hydra_is_named_without_its_slots() -> None:
-    argv = mpi.argv(INTEL, 2, COMMAND, "a:2")
-    assert argv[3:7] == ["-hosts", "a", "-ppn", "2"]
+def test_each_host_gets_its_slots_whatever_its_cores() -> None:
+    """Two hosts that are this machine: Intel MPI filled the first one with a rank per core."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun")
+    hosts = f"localhost:1,{socket.gethostname()}:2"
+    show = "import os; from hvdtrain.runtime import environment as e; "
+    show += "os.write(1, f'size {e.mpi_local_size()}\\n'.encode())"
+    argv = mpi.argv(mpi.of_launcher(), 3, [sys.executable, "-c", show], hosts)
+    done = subprocess.run(
+        argv, env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    sizes = sorted(line for line in done.stdout.splitlines() if line.startswith("size"))
+    # Open MPI finds that both names are one host.
+    assert sizes in (["size 1", "size 2", "size 2"], ["size 3"] * 3), done
 
 
 def test_launcher_states_what_it_cannot_watch() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import shlex
+import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,7 +19,7 @@ from horovod.runner.common.util import env
 from horovod.runner.util import guarded_exec
 
 from hvdtrain.launch.commands import horovodrun
-from tests.support.job import Job
+from tests.support.job import Job, poll
 from tests.support.runs import environment
 
 pytestmark = pytest.mark.slow
@@ -183,3 +186,67 @@ def test_environment_larger_than_pipe_buffer_arrives_complete() -> None:
     command = shlex.join([*words, "-c", code])
     assert guarded_exec.execute(command, None, SETTINGS, guarded_exec.Output(out, out)) == 0
     assert out.getvalue() == "500000\n"
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP])
+def test_signal_to_horovodrun_lets_all_ranks_save(
+    tmp_path: Path, controller: str, number: signal.Signals
+) -> None:
+    if controller == "mpi" and shutil.which("mpirun") is None:
+        pytest.skip("no mpirun")
+    seconds = 6 if controller == "gloo" else 3  # old launchers killed ranks sooner
+    save = (
+        "import os, signal, sys, time\n"
+        "def save(number, frame):\n"
+        f"    time.sleep({seconds})\n"
+        "    os.write(1, f'saved after {number}\\n'.encode())\n"
+        "    sys.exit(75)\n"
+        "for number in (1, 10, 12, 15):\n"
+        "    signal.signal(number, save)\n"
+        "os.write(1, b'ready\\n')\n"
+        "time.sleep(60)\n"
+    )
+    command = horovodrun(2, [sys.executable, "-c", save], controller=controller)
+    job = Job([], command, environment(), tmp_path / "output")
+    poll(lambda: job.output().count("ready") == 2, 30, "both ranks")
+    job.send(number)
+    time.sleep(0.2)
+    job.send(number)  # of a pair
+    done = job.wait(40)
+    passed_on = {"mpi": {}, "gloo": {n: n for n in (signal.SIGUSR2, signal.SIGHUP)}}[controller]
+    sent = passed_on.get(number, signal.SIGUSR1 if controller == "mpi" else signal.SIGTERM)
+    assert done.returncode == 75, done
+    assert done.stdout.count(f"saved after {int(sent)}") == 2, done
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_second_signal_to_horovodrun_ends_ranks(tmp_path: Path, controller: str) -> None:
+    if controller == "mpi" and shutil.which("mpirun") is None:
+        pytest.skip("no mpirun")
+    ignore = (
+        "import os, signal, time\n"
+        "for number in (10, 15):\n"
+        "    signal.signal(number, signal.SIG_IGN)\n"
+        "os.write(1, b'ready\\n')\n"
+        "time.sleep(60)\n"
+    )
+    command = horovodrun(1, [sys.executable, "-c", ignore], controller=controller)
+    job = Job([], command, environment(), tmp_path / "output")
+    job.wait_for("ready", 30)
+    job.send(signal.SIGTERM)
+    time.sleep(1.5)
+    job.send(signal.SIGTERM)
+    assert job.wait(30).returncode != 0
+
+
+def test_mpirun_leaves_stdin_to_the_shell() -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun")
+    read = horovodrun(1, [sys.executable, "-c", "input()"], controller="mpi")
+    loop = f"{shlex.join(read)} 2>/dev/null; cat"
+    done = subprocess.run(
+        ["sh", "-c", loop], input="kept\n", env=environment(), capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert "kept" in done.stdout

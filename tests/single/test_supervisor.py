@@ -116,6 +116,25 @@ def test_run_without_steps_is_stalled_after_a_time_limit(pauses: list[float]) ->
     assert 10 <= pace.stall_seconds() <= max(60, 3.01 * max(pauses, default=0.0))
 
 
+@pytest.mark.parametrize(
+    ("code", "saved", "told"),
+    [(137, 3, "exit code 137 before they had saved step 9: the run resumes after step 3"),
+     (137, 9, ""), (75, 3, "")],
+)  # fmt: skip
+def test_supervisor_says_if_ranks_ended_before_they_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int, saved: int, told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plan = SupervisedRun(
+        "gloo", 1, None, 1, 1.0, list, [], lambda name, deadline: True, [], tmp_path
+    )
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
+    monkeypatch.setattr(supervisor.run_progress, "newest_checkpoint", lambda run: saved)
+    Supervisor(plan)._say_unsaved(code)
+    found = capsys.readouterr().err
+    assert (told in found) if told else not found
+
+
 def test_silent_host_ends_a_start_only_if_no_step_is_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,12 +61,12 @@ set -euo pipefail
 cd "$PBS_O_WORKDIR"
 # A job that is submitted again has another number, so it receives the ID of its run.
 run=${HVDTRAIN_RUN:-{{ job.run_id or "pbs-${PBS_JOBID%%.*}" }}}
-hosts=(--hostfile "$PBS_NODEFILE")
+nodes=$PBS_NODEFILE
 {% elif scheduler == "lsf" %}
 cd "$LS_SUBCWD"
 # A requeued job keeps its number.
 run={{ job.run_id or "lsf-$LSB_JOBID" }}
-hosts=(--hostfile "$LSB_DJOB_HOSTFILE")
+nodes=$LSB_DJOB_HOSTFILE
 {% else %}
 run={{ job.run }}
 {% endif %}
@@ -85,6 +85,12 @@ if [ -n "$CONTAINER" ]; then
 else
     python=("$(cd "$VENV" && pwd)/bin/python") # the same path on every host
 fi
+# The ranks compare their hosts with these, because an MPI may ignore them.
+{% if scheduler == "none" %}
+export HVDTRAIN_HOSTS=$HOSTS
+{% else %}
+export HVDTRAIN_HOSTS=$(sort "$nodes" | uniq -c | awk '{ print $2 ":" $1 }' | paste -sd,)
+{% endif %}
 # Environment variables for ranks on other hosts (Hydra passes all). Only names, because every user
 # of a host can read the arguments of a process.
 exported=()
@@ -97,11 +103,19 @@ done
 case $(mpirun --version 2>&1) in
 {% for pattern, one in mpi.SHELL_PATTERNS %}
 {{ pattern }})
-{% if scheduler == "none" and not one.is_open_mpi %}
-    hosts=(-hosts "$HOSTS")
-    [[ $HOSTS == *,* ]] || hosts=(-hosts "${HOSTS%:*}" -ppn "${HOSTS##*:}")
-{% elif scheduler == "none" %}
+{% if scheduler != "none" %}
+    hosts=({{ mpi.host_file_option(one) }} "$nodes")
+{% elif one.is_open_mpi %}
     hosts=(-H "$HOSTS")
+{% elif one.name == "intelmpi" %}
+    # It reads slots from a file only, which is removed and stays open.
+    nodes=$(mktemp)
+    tr , '\n' <<<"$HOSTS" >"$nodes"
+    exec {file}<"$nodes"
+    rm "$nodes"
+    hosts=(-machinefile "/proc/$$/fd/$file")
+{% else %}
+    hosts=(-hosts "$HOSTS")
 {% endif %}
     mpirun=({{ mpi.program(one) }} -np {{ job.np }} "${hosts[@]}" {{ mpi.binding(one) | join(" ") }}{{ ' "${exported[@]}"' if one.is_open_mpi }})
     ;;
@@ -112,7 +126,7 @@ mpirun) start=("${mpirun[@]}" "${python[@]}" -m hvdtrain.train) ;;
 {% if scheduler == "none" %}
 launch) start=("${python[@]}" -m hvdtrain.cli launch --hosts "$HOSTS" --) ;;
 {% else %}
-launch) start=("${python[@]}" -m hvdtrain.cli launch "${hosts[@]}" --) ;;
+launch) start=("${python[@]}" -m hvdtrain.cli launch --hostfile "$nodes" --) ;;
 {% endif %}
 *)
     echo "LAUNCHER is mpirun or launch, not $LAUNCHER" >&2
@@ -120,8 +134,9 @@ launch) start=("${python[@]}" -m hvdtrain.cli launch "${hosts[@]}" --) ;;
     ;;
 esac
 {% if scheduler == "none" %}
-# After kill -USR1 to this script the ranks save and exit with 75; the same command resumes.
-exec "${start[@]}" "${arguments[@]}"
+# After kill -USR1 to this script, which becomes the launcher, the ranks save and exit with 75; the
+# same command resumes. Do not send SIGTERM to mpirun: it may give the ranks a second or less.
+exec "${start[@]}" "${arguments[@]}" </dev/null
 {% else %}
 # The ranks are asked to save before the time limit, by SIGUSR1: the scheduler itself would send
 # SIGTERM, after which mpirun gives them about a second.
@@ -131,7 +146,7 @@ launcher=$!
 
 # SIGTERM: the scheduler ends the job.
 ended=''
-trap 'interrupted=yes; kill -USR1 "$launcher" 2>/dev/null || true' USR1
+trap 'interrupted=yes; kill -USR1 "$launcher" 2>/dev/null || true' USR1 USR2
 trap 'interrupted=yes ended=yes; kill -TERM "$launcher" 2>/dev/null || true' TERM
 while :; do
     interrupted='' code=0

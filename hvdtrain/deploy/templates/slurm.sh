@@ -93,7 +93,7 @@ launcher=$!
 # Only this script receives SIGUSR1; srun and mpirun forward it to every rank. SIGTERM means that
 # Slurm ends the job: Slurm signals the ranks itself, and has decided whether the job is requeued.
 asked='' ended=''
-trap 'interrupted=yes asked=yes; kill -USR1 "$launcher" 2>/dev/null || true' USR1
+trap 'interrupted=yes asked=yes; kill -USR1 "$launcher" 2>/dev/null || true' USR1 USR2
 trap 'interrupted=yes ended=yes' TERM
 while :; do
     interrupted='' code=0

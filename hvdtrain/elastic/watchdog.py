@@ -415,7 +415,7 @@ def _dump(process: psutil.Process, stacks: Path) -> None:
 
 
 _RESTART_SECONDS = (0.5, 60.0)  # after a watchdog's first end; longest pause
-_REPORTED_ENDS = 3  # after that many ends the reason is reported
+_REPORTED_ENDS = 3  # of a watchdog, after which the reason is reported
 _ERROR_BYTES = 1 << 16  # more than a traceback has
 
 

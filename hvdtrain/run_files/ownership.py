@@ -312,7 +312,7 @@ class Ownership:
     def _end_without_lease(self) -> None:
         """Exit when the token cannot be renewed: another process may own the run.
 
-        A slow disk, whose answers come too late for `held`, is no reason: this process decides
+        A slow disk, whose answers come too late for `held`, does not count: this process decides
         nothing meanwhile, and each answer shows that no other one has the token.
         """
         unsure, began, renewals = 0.0, now(), self._renewals

@@ -63,6 +63,7 @@ _CHECK_SECONDS = 2.0  # waited for a check of the lease, at the end
 _RECORD_SECONDS = 2.0  # from a failed write of the record to the next attempt
 # A new driver waits so long for the next agent of the job; they look for it twice a second.
 _RETURN_SECONDS = 1.5
+_READS = 4  # by an agent, one after another, until it has connected
 # A task that starts while its job has no driver waits so long for an agent to replace the driver:
 # the ranks of the agent have newer steps than the checkpoint. And so long for a driver that has
 # just got the run to write its file.
@@ -359,8 +360,11 @@ class AllocationDriver:
             driver.start(hub, min(slots, plan.max_np or slots))
         else:
             driver.take_over(hub, found)
+            began = time.monotonic()
             _write(plan.run, content)  # agents and ranks connect from here on
-            hub.give_up_missing(_RETURN_SECONDS)
+            # They read the file first: on a slow disk that takes them as long as this driver.
+            took = time.monotonic() - began
+            hub.give_up_missing(max(_RETURN_SECONDS, _READS * took))
         ready.set()
         driver.discover()
         with self._signal_lock:

@@ -80,6 +80,14 @@ def test_missing_program_is_named() -> None:
     assert "not-there cannot be started: No such file" in out.getvalue()
 
 
+def test_home_directory_may_be_unwritable() -> None:
+    arguments = ["horovodrun", "--gloo", "-np", "2", "-H", "localhost:2", "true"]
+    done = subprocess.run(
+        arguments, env={**environment(), "HOME": "/sys"}, capture_output=True, timeout=60
+    )
+    assert done.returncode == 0, done
+
+
 def test_program_path_may_contain_equals_sign(tmp_path: Path) -> None:
     program = tmp_path / "lr=0.1" / "run"
     program.parent.mkdir()

@@ -388,7 +388,8 @@ class Agent:
                 waited = time.monotonic() - self._signalled
                 if waited > _SIGNAL_SECONDS and self._away > _SIGNAL_SECONDS:
                     self._finish(EXIT_PREEMPTED)
-            if self._away > self._timeout and self._giving_up is None:
+            ends = self._giving_up is not None or self._finishing is not None
+            if self._away > self._timeout and not ends:
                 self._giving_up = asyncio.create_task(self._give_up())
 
     def _continue_guards(self, now: float) -> None:

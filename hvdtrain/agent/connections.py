@@ -9,12 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+_MOST_FILES = 1 << 17
+
 
 def raise_file_limit() -> tuple[int, int]:
-    """Raise the soft limit on open files to the hard limit; return both as they were before."""
+    """Raise the soft limit on open files; return it and the hard limit as they were before."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = before
     with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+        # Not to any hard limit: some programs close all descriptors up to the soft one.
+        most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
     return before
 
 

@@ -152,9 +152,14 @@ def _read_private(path: Path, limit: int) -> bytes | None:
         if stat.S_IMODE(found.st_mode) & 0o022:
             raise UserError(f"{path} can be written by other users: its mode must be 0600")
         if stat.S_IMODE(found.st_mode) & 0o077:
-            _report_readable(path)
             with suppress(OSError):
                 os.fchmod(handle, 0o600)
+            if stat.S_IMODE(os.fstat(handle).st_mode) & 0o077:
+                raise UserError(
+                    f"{path} is accessible to other users: its mode must be 0600, but it cannot be "
+                    "set"
+                )
+            _report_readable(path)
         return file.read(limit)
 
 

@@ -738,7 +738,8 @@ def _end_job(job: JobState, now: float) -> list[Action]:
     assert job.ending_since is not None
     running = job.alive("running")
     of_script = any(p.status is not None and p.status.works_on for p in running)
-    if running and (job.horovod_script or (of_script and not job.exit_code)):
+    agreed = job.exit_code in _FINAL and job.exit_code != 0
+    if running and (job.horovod_script or (of_script and not agreed)):
         # For example, rank 0 still evaluates, or uploads the model.
         return [_stop()] if job.stop_requested else []
     limit = _END_SECONDS if job.generations else _END_OF_START_SECONDS

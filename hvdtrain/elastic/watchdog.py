@@ -254,15 +254,16 @@ def _watch(arguments: list[str]) -> int:
         except (psutil.Error, OSError):
             return 0
         if reason == _ORPHANED and driver is None:
-            _note(stacks, f"asked to stop: {reason}")
-            process.send_signal(signal.SIGTERM)
+            if not heartbeat.stopping:  # it would take another signal for a second request
+                process.send_signal(signal.SIGTERM)
             asked_at = time.monotonic()
+            _note_later(stacks, f"asked to stop: {reason}")
             continue
         if asked_at is not None and time.monotonic() - asked_at > _SAVE_SECONDS:
             reason = _ORPHANED
         if reason and reason.startswith(IDLE) and _waits_for_a_reader(rank):
             if not unread:
-                _note(stacks, f"not killed: {reason}, but its output is not read")
+                _note_later(stacks, f"not killed: {reason}, but its output is not read")
             unread = True
         elif reason:
             end(
@@ -279,10 +280,15 @@ def _waits_for_a_reader(rank: int) -> bool:
     return any(_is_full(f"/proc/{rank}/fd/{number}") for number in (1, 2))
 
 
+_READ_OUTPUTS = ("pipe:", "/dev/pts/", "/dev/tty")
+
+
 def _is_full(output: str) -> bool:
     try:
+        if not os.readlink(output).startswith(_READ_OUTPUTS):
+            return False  # to open a file on a dead disk would take for ever
         opened = os.open(output, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError:  # such as a socket
+    except OSError:
         return False
     try:
         poll = select.poll()
@@ -380,6 +386,11 @@ def _note(stacks: Path | None, text: str) -> None:
     if stacks is not None:
         with suppress(OSError), open(stacks, "a") as file:
             file.write(f"\n{time.strftime('%F %T')} {text}\n")
+
+
+def _note_later(stacks: Path | None, text: str) -> None:
+    """Do the same in a thread: the disk may not respond."""
+    threading.Thread(target=_note, args=(stacks, text), daemon=True).start()
 
 
 def _where(process: psutil.Process) -> str:

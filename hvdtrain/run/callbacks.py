@@ -174,17 +174,16 @@ def build_callbacks(
         digests=RecordDigests(digests, state, context, outputs.hosts_changed)
         if digests is not None
         else None,
-        end=_build_end(outputs),
+        end=_build_end(outputs, config.preempt.grace_seconds),
     )
 
 
-def _build_end(outputs: Outputs) -> StopBeforeEnd | None:
+def _build_end(outputs: Outputs, grace_seconds: float) -> StopBeforeEnd | None:
     if outputs.job is None or outputs.recorder is None:
         return None
     writer, (job, stop) = outputs.recorder.writer, outputs.job
-    return StopBeforeEnd(
-        partial(seconds_left, job), writer.expected_seconds if writer else lambda: 0.0, stop
-    )
+    save_seconds = writer.expected_seconds if writer else lambda: 0.0
+    return StopBeforeEnd(partial(seconds_left, job), save_seconds, grace_seconds, stop)
 
 
 def _build_copies(components: RunComponents, context: RankContext) -> KeepCopies | None:

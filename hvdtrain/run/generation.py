@@ -121,7 +121,7 @@ class Generation:
         self._spiked: Progress | None = None  # of the newest state, if its last step was a spike
         self._lost_step: int | None = None  # step whose state all its holders lost
         self._from_copies = False  # the state is from copies in memory
-        self._job: str | None = None  # Slurm's, if all ranks are in one
+        self._job: str | None = None  # Slurm's, whose end is the run's
         self._within_iterations = False  # some ranks of a script's own loop
 
     def steps(self) -> Generator[Step, None, int]:
@@ -178,8 +178,9 @@ class Generation:
             "rendezvous",
         )
         self._within_iterations = any(fact["within"] for fact in facts)
-        jobs = {fact["job"] for fact in facts}
-        self._job = jobs.pop() if len(jobs) == 1 else None
+        # ssh does not pass on the variable. The ranks of an elastic run may be in several jobs.
+        several = self._launched.membership is not None and len({f["job"] for f in facts}) > 1
+        self._job = None if several else facts[0]["job"]
         statuses = [RankStatus(**fact["status"]) for fact in facts]
         newest = max((s.step for s in statuses if s.trained), default=-1)
         if agreement is not None and persistent.trained:

@@ -154,7 +154,9 @@ class Ownership:
                 if not tolerate_errors:
                     raise
                 self._report(error)
-        self._mine, self._device = own, _device(self.directory)
+        self._mine = own
+        with suppress(OSError):  # the first heartbeat that succeeds tells it
+            self._device = _device(self.directory)
         self._looked_at = now()
         self._thread = threading.Thread(target=self._beat_on, name="owner", daemon=True)
         self._thread.start()
@@ -292,7 +294,7 @@ class Ownership:
         # Without its mount, the path names an empty directory, in which a run would begin again.
         # A disk that is mounted again may have another number, and contains the token.
         device = _device(self.directory)
-        if token is None and device != self._device:
+        if token is None and device != self._device is not None:
             raise OSError(errno.ENODEV, "the disk of the run directory is not mounted")
         self._device = device
         if not self._pace.lease:

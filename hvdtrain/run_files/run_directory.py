@@ -155,13 +155,15 @@ def default_id(task: str) -> str:
 
 def new_directory(root: Path, name: str) -> Path:
     """Create a new directory. Several runs may start in one second and share `name`."""
-    for number in itertools.count(1):
-        directory = root / (name if number == 1 else f"{name}-{number}")
-        try:
-            directory.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError:
-            pass  # the run reports the error
-        return directory
-    raise AssertionError("numbers do not end")
+    directory = root / name
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            try:
+                directory.mkdir()
+                break
+            except FileExistsError:
+                directory = root / f"{name}-{number}"
+    except OSError:
+        pass  # the run reports the error
+    return directory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -16,19 +17,23 @@ def slurm_job() -> str | None:
 
 
 def seconds_left(job: str) -> float | None:
-    """Ask Slurm how long a job may still run; None: without a limit, or it does not answer."""
-    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%L"]
+    """Ask Slurm how long a job may still run: infinity without a limit; None: no answer."""
+    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%A %L"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return parse_time_left(done.stdout.strip())
+    # The ID of an array, or of a heterogeneous job, may stand for several jobs.
+    answers = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
+    return parse_time_left(answers.get(job, "").strip())
 
 
 def parse_time_left(text: str) -> float | None:
-    """Read Slurm's [days-][hours:]minutes:seconds; None for any other text, such as UNLIMITED."""
+    """Read Slurm's [days-][hours:]minutes:seconds or UNLIMITED; None for any other text."""
+    if text == "UNLIMITED":
+        return math.inf
     found = _TIME_LEFT.fullmatch(text)
     if found is None:
         return None

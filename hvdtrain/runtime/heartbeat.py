@@ -18,6 +18,8 @@ _LAYOUT = struct.Struct("=QI")
 _ADVANCES = struct.Struct("=Q")
 _OVER = struct.Struct("=?")
 _OVER_AT = _LAYOUT.size + _ADVANCES.size
+_STOPPING_AT = _OVER_AT + _OVER.size
+_SIZE = _STOPPING_AT + _OVER.size
 
 
 class Activity(IntEnum):
@@ -58,9 +60,9 @@ class Heartbeat:
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
             descriptor = os.memfd_create("hvdtrain-heartbeat")
-            os.ftruncate(descriptor, _OVER_AT + _OVER.size)
+            os.ftruncate(descriptor, _SIZE)
         self.descriptor = descriptor
-        self._memory = mmap.mmap(descriptor, _OVER_AT + _OVER.size)
+        self._memory = mmap.mmap(descriptor, _SIZE)
         self._beats = 0
         self._advances = 0
         self._lock = threading.Lock()
@@ -75,6 +77,16 @@ class Heartbeat:
     @generation_over.setter
     def generation_over(self, over: bool) -> None:
         _OVER.pack_into(self._memory, _OVER_AT, over)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether this process was asked to stop."""
+        stopping: bool = _OVER.unpack_from(self._memory, _STOPPING_AT)[0]
+        return stopping
+
+    @stopping.setter
+    def stopping(self, stopping: bool) -> None:
+        _OVER.pack_into(self._memory, _STOPPING_AT, stopping)
 
     def beat(self, activity: Activity) -> None:
         """Record progress; `activity` begins."""

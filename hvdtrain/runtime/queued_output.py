@@ -41,7 +41,7 @@ class Destination:
     def deliver(self, content: bytes) -> None:
         """Write after a line about what was dropped before; drop what cannot be written."""
         dropped, self.dropped = self.dropped, 0
-        missing = f"hvdtrain: {dropped} bytes of output were dropped here: the reader was slow, or "
+        missing = f"hvdtrain: {dropped} bytes of output were dropped: the reader was slow, or "
         left = (f"{missing}they could not be written\n".encode() if dropped else b"") + content
         try:
             while left:

@@ -12,8 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+
+from hvdtrain.runtime.heartbeat import HEARTBEAT
 
 # Batch systems, mpirun and `timeout` send pairs: a signal so soon after the first belongs to it.
 PAIR_SECONDS = 1.0
@@ -49,6 +52,13 @@ def handle(number: int, handler: Handler) -> None:
     """
     signal.signal(number, handler)
     _replace_in_children({number: signal.SIG_DFL}, lambda installed: installed == handler)
+
+
+def _is_in_use(number: int) -> bool:
+    """Whether a signal has a handler, also one that Python does not know, as of faulthandler."""
+    caught = Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0]
+    by_handler = int(caught, 16) >> (number - 1) & 1
+    return bool(by_handler) or signal.getsignal(number) != signal.SIG_DFL
 
 
 def restore_default(number: int) -> None:
@@ -165,11 +175,7 @@ class StopFlag:
         SIGUSR2 and SIGHUP keep what a script, or nohup, has set for them.
         """
         if _in_main_thread():
-            kept = [
-                number
-                for number in (signal.SIGUSR2, signal.SIGHUP)
-                if signal.getsignal(number) != signal.SIG_DFL
-            ]
+            kept = [number for number in (signal.SIGUSR2, signal.SIGHUP) if _is_in_use(number)]
             self._before = {
                 number: signal.signal(number, self._handle)
                 for number in _SIGNALS
@@ -196,9 +202,14 @@ class StopFlag:
         self.raise_before_signals()
         self._counted_from = self._counted_from or self.raised_at
 
-    def raise_before_signals(self) -> None:
-        """Raise the flag; the host's own SIGTERM, which follows, still counts as the first one."""
-        self.raised_at = self.raised_at or time.monotonic()
+    def raise_before_signals(self, at: float | None = None) -> None:
+        """Raise the flag; the host's own SIGTERM, which follows, still counts as the first one.
+
+        Args:
+            at: time.monotonic() from which the time to the end counts; default: now.
+        """
+        self.raised_at = self.raised_at or at or time.monotonic()
+        HEARTBEAT.stopping = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

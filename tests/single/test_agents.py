@@ -196,7 +196,6 @@ def test_agent_without_driver_ends_its_ranks_and_exits_with_75(tmp_path: Path) -
     assert stderr is not None and "has been away for 1 s" in stderr.read()
 
 
-@pytest.mark.filterwarnings("ignore:Exception in thread agents")
 def test_agent_accepted_while_it_gives_up_gives_up_again_later() -> None:
     settings = AgentSettings(None, "a", 1, 0.1, {}, DriverFile(["127.0.0.1"], 1, "00"))
 
@@ -216,6 +215,7 @@ def test_agent_accepted_while_it_gives_up_gives_up_again_later() -> None:
     asyncio.run(give_up())
 
 
+@pytest.mark.filterwarnings("ignore:Exception in thread agents")
 def test_agents_move_to_a_driver_that_replaces_theirs(fleet: Fleet) -> None:
     fleet.agent("a")
     fleet.start(0, "echo $$; exec sleep 600")

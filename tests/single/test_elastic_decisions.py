@@ -608,6 +608,15 @@ def test_script_may_work_after_its_loop_unless_it_is_asked_to_stop() -> None:
     assert job.state.killed_since is not None
 
 
+def test_loss_of_a_rank_that_has_finished_does_not_end_a_script_that_works_on() -> None:
+    job = _start({"a": 3}, works_on=True)
+    job.exit(2, 0)
+    job.consider(3600.0)
+    job.exit(1, 137)
+    job.consider(3600.0)
+    assert job.state.killed_since is None
+
+
 def test_script_that_does_not_end_after_an_agreed_error_is_killed() -> None:
     job = _start({"a": 2}, works_on=True)
     job.exit(1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvdtrain.run_files import ownership
+from hvdtrain.run_files.owner_token import Claim
 from tests.support.faults import PACED
 from tests.support.job import Job, poll
 from tests.support.runs import environment, metrics, start
@@ -115,3 +118,15 @@ def test_start_after_a_crash_does_not_wait_if_locks_work(runs: Runs) -> None:
     runs.wait_for_more(second)
     assert "heartbeat arrives" not in second.output(), second.output()
     assert time.monotonic() - began < 12
+
+
+def test_disk_that_fails_at_a_takeover_does_not_end_ranks_with_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(directory: Path) -> int:
+        raise OSError(errno.ESTALE, "stale file handle")
+
+    monkeypatch.setattr(ownership, "_device", stale)
+    own = ownership.Ownership(tmp_path / "run")
+    own.acquire(Claim.of_this_process(), tolerate_errors=True)
+    own.release()

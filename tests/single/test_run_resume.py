@@ -167,6 +167,13 @@ def test_resume_from_a_slow_disk_survives_the_watchdog(tmp_path: Path) -> None:
     assert "resumed from the checkpoint of step 2" in done.stderr, done
 
 
+def test_run_whose_root_is_a_dangling_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "purged/runs")
+    (tmp_path / "purged").write_text("a file")
+    done = run(tmp_path / "output", [*TINY, "--run.root", str(tmp_path / "runs")])
+    assert done.returncode == 2 and "cannot be written" in done.stderr, done
+
+
 def test_run_without_an_id_never_resumes_one_of_the_same_second(tmp_path: Path) -> None:
     earlier = train(tmp_path, "earlier", ["--train.duration", "1"])
     names = set()

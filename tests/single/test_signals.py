@@ -50,6 +50,8 @@ def test_rank_keeps_signals_that_nohup_or_its_script_has_set() -> None:
     assert _flag(signal.SIGHUP, ignored) == (0, ["not raised", "survived"])
     own = "signal.signal(signal.SIGUSR2, lambda *_: print('own'))"
     assert _flag(signal.SIGUSR2, own) == (0, ["own", "own", "not raised", "own", "survived"])
+    dumps = "import faulthandler; faulthandler.register(signal.SIGUSR2, open('/dev/null', 'w'))"
+    assert _flag(signal.SIGUSR2, dumps) == (0, ["not raised", "survived"])
 
 
 def test_launcher_does_not_handle_sighup_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:

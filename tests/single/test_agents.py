@@ -52,7 +52,7 @@ def test_agent_starts_and_reports_processes_of_its_host(fleet: Fleet) -> None:
 
 def test_rank_has_a_session_of_its_own_and_no_variables_of_the_task(fleet: Fleet) -> None:
     fleet.agent("a", env={"PMI_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OTHER": "kept"})
-    fleet.start(0, "echo $$ $(ps -o sid= -p $$); env; trap; ls /proc/$$/fd | wc -l")
+    fleet.start(0, "echo $$ $(ps -o sid= -p $$); env; trap; set -- /proc/$$/fd/*; echo $#")
     fleet.wait_for_exit(0)
     lines = fleet.output[0, "stdout"].splitlines()
     assert len(set(lines[0].split())) == 1

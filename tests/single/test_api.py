@@ -46,7 +46,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, 
     calls: list[tuple[list[str], dict[str, str]]] = []
 
     class Launcher:
-        def __init__(self, argv: list[str], env: dict[str, str]) -> None:
+        def __init__(self, argv: list[str], env: dict[str, str], directory: str) -> None:
             calls.append((argv, env))
 
         def poll(self) -> int:

@@ -105,7 +105,7 @@ def test_first_signal_after_notice_does_not_end_process(
 ) -> None:
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
-    monkeypatch.setattr(signals, "_PAIR_SECONDS", -1.0)  # either of two counts
+    monkeypatch.setattr(signals, "PAIR_SECONDS", -1.0)  # either of two counts
     stop = signals.StopFlag()
     stop.raise_before_signals()
     stop._handle(signal.SIGTERM, None)  # the host is shut down

@@ -608,7 +608,7 @@ def test_script_may_work_after_its_loop_unless_it_is_asked_to_stop() -> None:
     assert job.state.killed_since is not None
 
 
-def test_loss_of_a_rank_that_has_finished_does_not_end_a_script_that_works_on() -> None:
+def test_loss_of_a_finished_rank_does_not_end_a_script_that_works_on() -> None:
     job = _start({"a": 3}, works_on=True)
     job.exit(2, 0)
     job.consider(3600.0)

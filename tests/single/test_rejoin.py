@@ -76,7 +76,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
         persistent: Any = SimpleNamespace(trained=True, phase=TRAINING, set_aside=lambda: None)
         launched: Any = SimpleNamespace(settings=SimpleNamespace(config=config), digest="")
         own = Membership("127.0.0.1", 1, 4, StopFlag())
-        return Rejoin(own, launched, prepared, persistent, Spanning(config, elastic=True)), launcher
+        strategy = Spanning(config, elastic=True)
+        return Rejoin(own, launched, prepared, persistent, strategy, own_loop=False), launcher
 
     return make
 

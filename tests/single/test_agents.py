@@ -252,6 +252,8 @@ def test_signal_to_an_agent_reaches_the_driver_once(
     fleet: Fleet, target: str, number: signal.Signals
 ) -> None:
     fleet.agent("a")
+    fleet.start(0, "echo; exec sleep 600")
+    fleet.wait_for_output(0, "\n")  # it has the driver's answer
     for _ in range(2):  # a batch system sends them in pairs
         fleet.pid("a", target).send_signal(number)
     poll(lambda: bool(fleet.signals), SECONDS, "the signal")
@@ -275,6 +277,8 @@ def test_sigterm_to_an_agent_without_a_launcher_makes_its_host_leave(fleet: Flee
 
 def test_sigterm_to_an_agent_of_a_launcher_reaches_the_driver(fleet: Fleet) -> None:
     fleet.agent("a", env={"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"})
+    fleet.start(0, "echo; exec sleep 600")
+    fleet.wait_for_output(0, "\n")
     fleet.pid("a", "hvdtrain-keeper").send_signal(signal.SIGTERM)
     poll(lambda: fleet.signals == [("a", signal.SIGTERM)], SECONDS, f"the signal: {fleet.signals}")
 

@@ -107,6 +107,14 @@ class SlurmRun:
         self.wait("RUNNING")
         self.wait_for_steps(time.time())
 
+    def finish_after_its_time_limit(self) -> None:
+        """Wait until it is requeued because of its time limit, and finish without one."""
+        self.wait("RUNNING")
+        self.wait("PENDING")
+        # On a busy machine the second start might overlap with its own first one.
+        self.slurm.run("scontrol", "update", f"JobId={self.job}", "TimeLimit=60")
+        self.finish()
+
     def finish(self) -> None:
         """Make the remaining steps take no time; the job must exit with 0."""
         (self.root / "slow").unlink()
@@ -287,9 +295,7 @@ def test_requeued_job_runs_to_its_last_step(one_job: SlurmRun, undisturbed: Slur
 
 
 @pytest.mark.soak
-def test_job_of_an_own_loop_is_requeued_before_its_time_limit(
-    slurm: Slurm, submit: Submit, venv: Path
-) -> None:
+def test_job_of_an_own_loop_is_requeued_before_its_time_limit(slurm: Slurm, venv: Path) -> None:
     page = (runs.REPOSITORY / "docs/own-loops.md").read_text()
     script = page.partition("```bash\n")[2].partition("```")[0]
     loop = page.partition("```python\n")[2].partition("```")[0]
@@ -309,10 +315,7 @@ def test_job_of_an_own_loop_is_requeued_before_its_time_limit(
     env = {"PYTHONPATH": str(runs.REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     job = slurm.sbatch(limit, env)
     run = SlurmRun(slurm, root, job, "launch")
-    run.wait("RUNNING")
-    run.wait("PENDING")
-    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    run.finish()
+    run.finish_after_its_time_limit()
     (stopped,) = re.findall(r"asked to stop after step (\d+)", run.log)
     assert re.findall(r"resumed from the checkpoint of step (\d+)", run.log) == [stopped]
 
@@ -322,10 +325,7 @@ def test_job_without_a_signal_saves_before_its_time_limit(
     slurm: Slurm, submit: Submit, undisturbed: SlurmRun
 ) -> None:
     run = submit("ended", [*ONE_EACH, "--time=1", "--signal=B:CONT@1"])
-    run.wait("RUNNING")
-    run.wait("PENDING")
-    slurm.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=60")
-    run.finish()
+    run.finish_after_its_time_limit()
     assert run.restarts == 1 and "the scheduler's time limit is" in run.log
     _check_nothing_lost(run, run.log, undisturbed)
 
@@ -336,11 +336,7 @@ def test_time_limit_saves_requeues_and_resumes(
 ) -> None:
     # Slurm checks every 30 s, and signals what would be due before the next check.
     run = submit("limited", [*ONE_EACH, "--time=2", "--signal=B:USR1@70"])
-    run.wait("RUNNING")
-    run.wait("PENDING")
-    # On a busy machine the second start might overlap with its own first one.
-    slurm.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=60")
-    run.finish()
+    run.finish_after_its_time_limit()
     assert run.restarts == 1
     _check_nothing_lost(run, run.log, undisturbed)
 

@@ -322,7 +322,7 @@ def _write(output: str, text: str) -> None:
 
 @contextmanager
 def _opened(output: str) -> Iterator[int | None]:
-    """Open the output of another process without waiting; None: it is neither a pipe nor a terminal."""
+    """Open a pipe or terminal of another process without waiting; None: it is something else."""
     try:
         if not os.readlink(output).startswith(_READ_OUTPUTS):
             raise FileNotFoundError  # to open a file on a dead disk would take for ever

@@ -160,7 +160,7 @@ class ElasticDriver:
         self._answers: dict[int, dict[str, Any]] = {}  # process -> answer that it has not received
         self._starter: Starter | None = None
         # Ranks of the current generation, by host and local rank.
-        self._places: dict[tuple[str, int], SlotInfo] = {}
+        self._hosts: set[str] = set()  # of the current generation
         self._job = secrets.randbits(62)  # unique to this job
         self._most_ranks = 0  # most ranks that have run at once so far
         self._signalled: float | None = None  # time of the first signal; a later one kills
@@ -250,7 +250,7 @@ class ElasticDriver:
             holders = any(process.first_generation is not None for process in alive)
             if holders or self._state.generations == 0 or self._state.ending:
                 return False
-            return any(host in lost_hosts for host, _ in self._places)
+            return not self._hosts.isdisjoint(lost_hosts)
 
     def exited(self, number: int, code: int) -> None:
         """Record the end of a process that another driver started."""
@@ -406,7 +406,7 @@ class ElasticDriver:
         self._answer(answers)
 
     def _set_plan(self, plan: Sequence[SlotInfo], generation: int) -> None:
-        self._places = {(slot.hostname, slot.local_rank): slot for slot in plan}
+        self._hosts = {slot.hostname for slot in plan}
         self._rendezvous.init([*plan], generation)
 
     def _answer(self, answers: Mapping[int, dict[str, Any]]) -> None:
@@ -517,12 +517,6 @@ class ElasticDriver:
         if self._heartbeats is not None:
             self._heartbeats.answered(number)
         return process
-
-    def ranks_of(self, host: str, local_rank: int) -> str | None:
-        """Return the SlotInfo string that Horovod requests at startup; None: no such rank."""
-        with self._changed:
-            slot = self._places.get((host, local_rank))
-            return None if slot is None else str(slot.to_response_string())
 
     # --- signals and discovery -----------------------------------------------
 

@@ -12,11 +12,9 @@ POST /replace/NUMBER {"message": str}: the process ends; a new process must take
 POST /leave/NUMBER   {"message": str, "cause": str}: the process's host is about to be taken away,
                      or must not be used further: the cause is a key of host_records.CAUSES, or ""
 POST /stuck/NUMBER   {"message": str}: the watchdog cannot end the process; do not wait for it
-GET /rank_and_size/HOST:LOCAL_RANK
-                     sent by Horovod itself: the ranks that the process received by /join
 
-POST /SCOPE/RANK/SIZE/GENERATION
-                     sent by Horovod itself: the addresses of a context's ranks (patch 0008)
+POST /global/RANK/SIZE/GENERATION
+                     sent by Horovod itself: the addresses of all ranks (patch 0008)
 
 Every request is signed with the job's secret, which the launcher passes to ranks in their
 environment; the server rejects other requests (patch 0009). Nothing is unpickled. Horovod's
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
 
 # Fields of a rank's assignment, as in Horovod's variables HOROVOD_RANK and so on.
 RANKS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-_GETS = ("news", "rank_and_size")
 # How long the server holds a request that it cannot answer yet.
 _HOLD_SECONDS = 1.0
 _REPLY_SECONDS = 5.0
@@ -90,8 +87,6 @@ class Driver(Protocol):
 
     def stuck(self, number: int, message: str) -> None: ...
 
-    def ranks_of(self, host: str, local_rank: int) -> str | None: ...
-
 
 def make_handler(driver: Driver) -> type:
     """Return the request handler class of the launcher's HTTP server."""
@@ -103,7 +98,7 @@ def make_handler(driver: Driver) -> type:
             super().__init__(*arguments, directory=os.devnull)
 
         def _get_value(self, scope: str, key: str) -> bytes | None:
-            if scope in _GETS:
+            if scope == "news":
                 return handle_get(driver, scope, key)
             return super()._get_value(scope, key)
 
@@ -129,10 +124,6 @@ def handle_get(driver: Driver, what: str, key: str) -> bytes | None:
     """
     if what == "news":
         return json.dumps(driver.news(int(key))).encode()
-    if what == "rank_and_size":
-        host, _, local_rank = key.rpartition(":")
-        ranks = driver.ranks_of(host, int(local_rank))
-        return None if ranks is None else ranks.encode()
     return None
 
 

@@ -1,8 +1,8 @@
 """HTTP server of the driver under `hvdtrain launch` without hosts: one thread, with an event loop.
 
 It speaks the protocol of rendezvous.py, like Horovod's server under horovodrun. That server starts
-a thread per request; here a request that waits costs no thread. A rank sends about ten requests per
-generation, and half of them wait for all other ranks.
+a thread per request; here a request that waits costs no thread. A rank sends two requests per
+generation, for its ranks and for the addresses of the others: both wait for all other ranks.
 """
 
 from __future__ import annotations

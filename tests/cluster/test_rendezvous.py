@@ -44,7 +44,6 @@ def test_launcher_refuses_requests_without_its_secret(
     requests = {
         "GET /join/0": "",
         "GET /news/0": "",
-        "GET /rank_and_size/node1:0": "",
         "PUT /global/0": "",
         "POST /global/0/2/0": "",
         "HEAD /README.md": "",
@@ -72,13 +71,9 @@ def test_requests_of_a_generation_grow_linearly_with_world_size(
     running.wait_for_step(5)
     done = running.end()
     found = json.loads(done.stdout.partition("requests by scope: ")[2].splitlines()[0])
-    # Requests per rank: two for all ranks, two for the ranks of its host, two across hosts; before
-    # them its rank assignment, which it repeats while other ranks start.
-    asked = ("GET news", "GET rank_and_size", "POST join")
-    exchanges = {name: count for name, count in found.items() if name not in asked}
-    assert set(exchanges) <= {f"POST {name}" for name in ("global", "local", "cross")}, found
-    assert sum(exchanges.values()) <= 6 * RANKS + RANKS, found
-    assert found["GET rank_and_size"] == RANKS, found
+    # Before it exchanges addresses, a rank asks for its ranks, repeatedly while other ranks start.
+    assert set(found) - {"GET news"} == {"POST join", "POST global"}, found
+    assert found["POST global"] <= 2 * RANKS, found
 
 
 @contextlib.contextmanager

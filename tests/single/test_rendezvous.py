@@ -51,9 +51,6 @@ class Driver:
     def stuck(self, number: int, message: str) -> None:
         raise AssertionError
 
-    def ranks_of(self, host: str, local_rank: int) -> str:
-        return f"{host},{local_rank}"
-
 
 class Launcher:
     """A server with `key`, and requests that are signed with any key."""
@@ -212,43 +209,92 @@ def test_agents_driver_holds_a_request_until_it_has_an_answer() -> None:
     driver.server.stop()
 
 
-RANK = """
-import sys, time
+LATE_RANK = """
+import resource, sys, time
 import horovod.torch as hvd
-time.sleep(float(sys.argv[1]))
+late = int(sys.argv[1]) == 1
+time.sleep(2.5 * late)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
 hvd.init()
-print(hvd.size())
+switches = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+print(hvd.size(), late or switches < 500)
 hvd.shutdown()
 """
 
 
-def test_rank_sends_its_addresses_once_however_long_it_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rows: list[bytes] = []  # their nonces: each exchange of a rank has its own
+def _print_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, script: str, hosts: str
+) -> tuple[list[str], list[bytes]]:
+    """Run `script` as real ranks, one for each letter of `hosts`, with the rank as argument.
+
+    Returns:
+        What each rank prints; the nonce of each row that the server received: each exchange of a
+        rank has its own.
+    """
+    nonces: list[bytes] = []
     add = _AddressExchange.add
 
     def counted(self: _AddressExchange, rank: int, row: bytes) -> None:
-        rows.append(row[:8])
+        nonces.append(row[:8])
         add(self, rank, row)
 
-    monkeypatch.setattr(request_server, "_ALIVE_SECONDS", 0.1)
     monkeypatch.setattr(_AddressExchange, "add", counted)
     driver = AgentDriver()
     driver.server.init([], 0)
     processes = []
-    for rank in range(2):
-        names = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}
-        names |= {"CROSS_RANK": rank, "CROSS_SIZE": 2, "GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
+    for rank, host in enumerate(hosts):
+        local_rank = hosts[:rank].count(host)
+        across = [r for r, other in enumerate(hosts) if hosts[:r].count(other) == local_rank]
+        names = {"RANK": rank, "SIZE": len(hosts), "HOSTNAME": host, "LOCAL_RANK": local_rank}
+        names |= {"LOCAL_SIZE": hosts.count(host), "CROSS_RANK": across.index(rank)}
+        names |= {"CROSS_SIZE": len(across), "GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
         names |= {"GLOO_RENDEZVOUS_PORT": driver.port, "CONTROLLER": "gloo"}
-        names |= {"CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo", "HOSTNAME": "localhost"}
+        names |= {"CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo", "DYNAMIC_PROCESS_SETS": "1"}
         env = environment({f"HOROVOD_{name}": str(value) for name, value in names.items()})
         env[secret.RENDEZVOUS_SECRET] = KEY
-        argv = [sys.executable, "-c", RANK, str(2 * rank)]
+        argv = [sys.executable, "-c", script, str(rank)]
         processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True))
-    assert [process.communicate(timeout=60)[0] for process in processes] == ["2\n"] * 2
+    printed = [process.communicate(timeout=60)[0] for process in processes]
     driver.server.stop()
-    assert rows and len(rows) == len(set(rows))
+    return printed, nonces
+
+
+def test_rank_that_waits_sends_its_addresses_once_and_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_server, "_ALIVE_SECONDS", 0.1)
+    printed, nonces = _print_of_ranks(monkeypatch, LATE_RANK, "ab")
+    assert printed == ["2 True\n"] * 2
+    assert len(nonces) == len(set(nonces)) == 2
+
+
+PLACED_RANK = """
+import torch
+import horovod.torch as hvd
+some = hvd.ProcessSet([0, 2, 4])
+hvd.init(process_sets=[some])
+of_rank = hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+total = hvd.allreduce(torch.tensor(hvd.rank()), op=hvd.Sum)
+of_some = some.included() and hvd.allgather(torch.tensor([hvd.rank()]), process_set=some).tolist()
+later = hvd.add_process_set([1, 3])
+pair = later.included() and hvd.broadcast(torch.tensor(hvd.rank()), 3, process_set=later).item()
+print(*of_rank, total.item(), of_some, pair, hvd.is_homogeneous())
+hvd.shutdown()
+"""
+
+
+def test_one_request_per_rank_connects_hosts_and_process_sets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    printed, nonces = _print_of_ranks(monkeypatch, PLACED_RANK, "abbab")
+    assert printed == [
+        "0 2 0 2 10 [0, 2, 4] False False\n",
+        "0 3 1 2 10 False 3 False\n",
+        "1 3 0 2 10 [0, 2, 4] False False\n",
+        "1 2 1 2 10 False 3 False\n",
+        "2 3 0 1 10 [0, 2, 4] False False\n",
+    ]
+    assert len(nonces) == len(set(nonces)) == 5
 
 
 def test_unsigned_request_is_refused_without_reading_its_body(either: Launcher) -> None:
@@ -286,7 +332,7 @@ def test_launcher_without_a_secret_accepts_unsigned_requests() -> None:
 @pytest.mark.parametrize("ranks", [8, 32])
 def test_requests_per_rank_do_not_grow_with_world_size(ranks: int) -> None:
     requests = rendezvous(ranks, 2).metrics[1]
-    assert max(requests.values) <= 10, "its ranks, twice, and six contexts; some again"
+    assert max(requests.values) <= 6, "its ranks, twice, and the addresses; some again"
 
 
 def test_network_interfaces_set_by_the_user_are_used() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.support import runs, warm
 from tests.support.own_loops import SCRIPTS
 
@@ -15,6 +17,7 @@ SECONDS = int(os.environ.get("HVDTRAIN_SOAK_SECONDS", "300"))
 FLAGS = "--train.duration 100000 --batch.global_size 8 --batch.micro_size 2 --telemetry.port 0"
 
 
+@pytest.mark.timeout(SECONDS + 400)
 def test_slow_disks_and_long_evaluations_are_not_named_as_stuck(tmp_path: Path) -> None:
     command = [warm.python(2), str(SCRIPTS / "slow_parts.py"), str(SECONDS)]
     flags = [*FLAGS.split(), "--run.root", str(tmp_path), "--run.id", "case"]

@@ -36,7 +36,7 @@ from hvdtrain.elastic.status import Identity, ProcessStatus
 from hvdtrain.errors import UserError
 from hvdtrain.run_files import owner_token
 from hvdtrain.supervise.allocation import AllocationDriver, AllocationRun
-from tests.soak.bench.rendezvous import NONCE_BYTES, ROW_BYTES, SLOTS, contexts
+from tests.soak.bench.rendezvous import NONCE_BYTES, ROW_BYTES, SLOTS
 
 _LIMIT_SECONDS = 300.0
 _IDLE_SECONDS = 5.0
@@ -230,15 +230,11 @@ class _Fleet:
             while code != _OK:
                 code, answer = await self._request("POST", f"/join/{number}", status)
             assignment = json.loads(answer)
-            host = f"host{assignment['rank'] // SLOTS}"
-            path = f"/rank_and_size/{host}:{assignment['local_rank']}"
-            await self._request("GET", path, b"")
-            for scope, rank, size in contexts(host, assignment):
-                if size > 1:
-                    body = _row(size)
-                    path = f"/{scope}/{rank}/{size}/{assignment['generation']}"
-                    while (await self._request("POST", path, body))[0] != _OK:
-                        pass
+            if assignment["size"] > 1:
+                body = _row(assignment["size"])
+                path = "/global/{rank}/{size}/{generation}".format(**assignment)
+                while (await self._request("POST", path, body))[0] != _OK:
+                    pass
             self._ended[generation].append(time.monotonic())
 
     async def _request(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:

@@ -2,7 +2,7 @@
 
 The driver and its HTTP server are real. Ranks are threads of a few processes that send the requests
 of a rank at the start of a generation (`Membership.join`, Horovod's GlooContext): its rank
-assignment, then the addresses of six contexts. They open no connections to each other.
+assignment, then the addresses of the context of all ranks. They open no connections to each other.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import http.client
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
 
 from horovod.runner.common.util import secret
 from horovod.runner.common.util.hosts import SlotInfo
@@ -110,15 +109,11 @@ def _meet(number: int, port: int, key: str, generations: int) -> list[Met]:
             _check_time(met)
             met.requests += 1
             assignment = ask("127.0.0.1", port, "join", number, status)
-        host = f"host{assignment['rank'] // SLOTS}"
-        local_rank = assignment["local_rank"]
-        _request(port, key, "GET", f"/rank_and_size/{host}:{local_rank}", b"", met)
-        for scope, rank, size in contexts(host, assignment):
-            if size > 1:
-                body = os.urandom(NONCE_BYTES) + bytes((size - 1) * ROW_BYTES)
-                path = f"/{scope}/{rank}/{size}/{assignment['generation']}"
-                while _request(port, key, "POST", path, body, met) != http.client.OK:
-                    _check_time(met)  # includes the server's long poll
+        if assignment["size"] > 1:
+            body = os.urandom(NONCE_BYTES) + bytes((assignment["size"] - 1) * ROW_BYTES)
+            path = "/global/{rank}/{size}/{generation}".format(**assignment)
+            while _request(port, key, "POST", path, body, met) != http.client.OK:
+                _check_time(met)  # includes the server's long poll
         met.ended = time.monotonic()
         found.append(met)
     return found
@@ -127,15 +122,6 @@ def _meet(number: int, port: int, key: str, generations: int) -> list[Met]:
 def _check_time(met: Met) -> None:
     if time.monotonic() - met.began > _LIMIT_SECONDS:
         raise TimeoutError(f"the rendezvous was not complete within {_LIMIT_SECONDS:.0f} s")
-
-
-def contexts(host: str, assignment: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
-    """Return scope, rank and size of each context: three of Horovod, and three of all ranks."""
-    for suffix in ("", "_process_set_hash_0"):
-        yield f"global{suffix}", assignment["rank"], assignment["size"]
-        yield f"local_{host}{suffix}", assignment["local_rank"], assignment["local_size"]
-        cross = f"cross_{assignment['local_rank']}{suffix}"
-        yield cross, assignment["cross_rank"], assignment["cross_size"]
 
 
 def _request(port: int, key: str, method: str, path: str, body: bytes, met: Met) -> int:

@@ -18,10 +18,7 @@ _parse_request = http.server.BaseHTTPRequestHandler.parse_request
 def _counted(handler: http.server.BaseHTTPRequestHandler) -> bool:
     parsed = _parse_request(handler)
     if parsed:
-        # Scopes of a host's ranks, across hosts, or of a set: the part before "_".
-        scope = handler.path.split("/")[1]
-        name = scope if scope == "rank_and_size" else scope.partition("_")[0]
-        _counts[f"{handler.command} {name}"] += 1
+        _counts[f"{handler.command} {handler.path.split('/')[1]}"] += 1
     return parsed
 
 

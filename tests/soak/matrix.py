@@ -32,6 +32,7 @@ SMOKE = {
     "exact": "test_exact",
     "kill, resize": "test_exchanges",
     "interfaces of torch": "test_torch_private",
+    "signals": "test_launcher_signals",
 }
 PARALLEL = {"ranks, Gloo": "test-gloo", "ranks, MPI": "test-mpi"}  # column -> target of make
 VERSIONS = ("Python", "torch", "MPI")

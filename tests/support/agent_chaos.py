@@ -12,6 +12,7 @@ import random
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ _TAIL_BYTES = 6000
 _KEEPER = "hvdtrain-keeper"
 _AGENT = "hvdtrain-agent"
 _CLI = ["python", "-m", "hvdtrain.cli"]
+# Another process reads the output, as a pager does, and can be stopped.
+_READER = "chaos-reader"
+_READ = f'set -o pipefail; "$@" 2>&1 | (exec -a {_READER} cat)'
 
 
 class AgentChaosJob(ChaosJob):
@@ -52,7 +56,8 @@ class AgentChaosJob(ChaosJob):
             self._start_task(host, [*options.split(), *self.train], env)
 
     def _start_task(self, host: str, words: Sequence[str], env: dict[str, str]) -> None:
-        self._tasks[host] = self.cluster.start(host, [*_CLI, *words], self.env | env)
+        command = ["bash", "-c", _READ, "bash", *_CLI, *words]
+        self._tasks[host] = self.cluster.start(host, command, self.env | env)
         self._jobs.append(self._tasks[host])
 
     def start_agent(self, host: str) -> None:
@@ -206,11 +211,34 @@ def _kill_a_rank_then_the_driver(job: AgentChaosJob, choice: random.Random) -> s
     return f"{named(rank)}, {named(driver)} {seconds:.2f} s later"
 
 
+def _make_the_run_readable(job: AgentChaosJob, choice: random.Random) -> str:
+    """As users share results; then kill the driver."""
+    for path in (job.run, *job.run.rglob("*")):
+        with suppress(FileNotFoundError):  # a checkpoint that is deleted meanwhile
+            path.chmod(path.stat().st_mode | (0o050 if path.is_dir() else 0o040))
+    return _kill_the_driver(job, choice)
+
+
+def _stop_the_readers(job: AgentChaosJob, choice: random.Random) -> str:
+    """Stop the readers of all output, and kill a rank meanwhile."""
+    readers = [p for h in TASK_HOSTS for p in job.cluster.processes(h) if _READER in p.command]
+    for reader in readers:
+        os.kill(reader.pid, signal.SIGSTOP)
+    try:
+        victim, since = choice.choice(job.ranks()), time.time()
+        job.cluster.kill([victim])
+        job.wait_for_steps(since)
+    finally:
+        for reader in readers:
+            os.kill(reader.pid, signal.SIGCONT)
+    return named(victim)
+
+
 _SAME = (
     *("kill a rank", "kill a rank with a helper process", "kill a second rank in the rendezvous"),
     *("kill two holders of one shard", "stop a rank", "kill a watchdog, then a rank"),
     *("cut a link", "drop datagrams", "block the disk", "fill the disk"),
-    "kill a rank on a full disk",
+    *("take the disk away", "kill a rank on a full disk"),
 )
 AGENT_FAULTS: dict[str, Fault] = {name: FAULTS[name] for name in _SAME} | {
     "cut the power of a host": Fault(_cut_a_hosts_power, errors=True),
@@ -221,6 +249,8 @@ AGENT_FAULTS: dict[str, Fault] = {name: FAULTS[name] for name in _SAME} | {
     "cut the power of the driver's host": Fault(_cut_the_drivers_power, errors=True),
     "cut the link of the driver's host": Fault(_cut_the_drivers_link, errors=True),
     "part two hosts": Fault(_part_two_hosts, errors=True),
+    "make the run readable": Fault(_make_the_run_readable, harmless=True),
+    "stop the readers": Fault(_stop_the_readers),
     "kill an agent": Fault(_kill_an_agent, errors=True),
     "kill a task": Fault(_kill_a_task, errors=True),
 }

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -404,6 +405,13 @@ def _fill_the_disk(job: ChaosJob, choice: random.Random) -> str:
     return f"for {seconds:.1f} s"
 
 
+def _take_the_disk_away(job: ChaosJob, choice: random.Random) -> str:
+    seconds = choice.uniform(2, 10)
+    with job.disk.gone():
+        time.sleep(seconds)
+    return f"for {seconds:.1f} s"
+
+
 def _kill_on_a_full_disk(job: ChaosJob, choice: random.Random) -> str:
     victim = choice.choice(job.ranks())
     with job.disk.full():
@@ -450,6 +458,19 @@ def _kill_the_supervisor(job: ChaosJob, choice: random.Random) -> str:
     return "hvdtrain launch"
 
 
+def _ask_everything_to_stop(job: ChaosJob, choice: random.Random) -> str:
+    """As a batch system does: also forked children, such as data workers; then start again."""
+    ranks = [psutil.Process(rank.pid) for rank in job.ranks()]
+    asked = [*ranks, *(child for rank in ranks for child in rank.children(recursive=True))]
+    for process in [psutil.Process(job.supervisor().pid), *asked]:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+    done = job.job.wait(_END_SECONDS)
+    assert done.returncode == EXIT_PREEMPTED, done
+    job.start()
+    return f"{len(asked)} processes"
+
+
 FAULTS = {
     "kill a rank": Fault(_kill),
     "kill a rank with a helper process": Fault(_kill_with_helper),
@@ -463,6 +484,7 @@ FAULTS = {
     "cut the power of a host": Fault(_cut_the_power, errors=True),
     "block the disk": Fault(_block_the_disk),
     "fill the disk": Fault(_fill_the_disk),
+    "take the disk away": Fault(_take_the_disk_away),
     "kill a rank on a full disk": Fault(_kill_on_a_full_disk),
     "lose the host list": Fault(_lose_the_host_list),
     "lose host names": Fault(_lose_host_names),
@@ -471,6 +493,7 @@ FAULTS = {
     "kill the launcher": Fault(_kill_the_launcher, restarts=True),
     "restart on a slow disk": Fault(_restart_on_a_slow_disk, restarts=True),
     "kill the supervisor": Fault(_kill_the_supervisor, restarts=True),
+    "ask everything to stop": Fault(_ask_everything_to_stop, restarts=True),
 }
 
 

@@ -41,6 +41,7 @@ class SmallDisk:
     def __init__(self, cluster: Cluster, hosts: list[str], path: Path, mib: int = 64) -> None:
         self._cluster = cluster
         self._path = path
+        self._hosts = hosts
         image = path.with_suffix(".image")
         with open(image, "wb") as file:
             file.truncate(mib * _MIB)
@@ -75,6 +76,18 @@ class SmallDisk:
             yield
         finally:
             os.remove(ballast)
+
+    @contextmanager
+    def gone(self) -> Iterator[None]:
+        """Take the disk away inside the context; an empty directory is there instead."""
+        hosts = [host for host in self._hosts if self._cluster.is_up(host)]
+        for host in hosts:
+            self._on(host, "umount", "--lazy", str(self._path))
+        try:
+            yield
+        finally:
+            for host in hosts:
+                self.mount(host)
 
     @staticmethod
     def can_be_slow() -> bool:

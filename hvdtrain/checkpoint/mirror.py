@@ -14,6 +14,9 @@ its checksum before and after its upload; files that are complete in the mirror 
 A mirror belongs to one run, and one process writes at a time: the latest that has written its name
 into run.json. An earlier one notices before its next file and stops uploading. Object stores have
 no locks, so one file of the earlier process may still arrive; its marker does not.
+
+Training does not depend on the store after the first start: the thread also writes the name, and
+what cannot be read or uploaded is logged.
 """
 
 from __future__ import annotations
@@ -27,14 +30,15 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Condition, Thread
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.layout import (
@@ -84,6 +88,7 @@ _READ = 1 << 20  # bytes
 _S3_PART = 50 << 20
 _S3_MOST_PARTS = 10_000
 _S3_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
+_S3_ATTEMPTS = 1  # of s3fs, each with the attempts of botocore
 # Four parts of a file are in memory at a time.
 _S3 = {"config_kwargs": _S3_TIMEOUTS, "max_concurrency": 4}
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3, "s3a": _S3, "file": {"auto_mkdir": True}}
@@ -91,6 +96,9 @@ _DOWNLOADS = 4  # files at a time
 # Waits before further attempts of a failed upload.
 _RETRY_SECONDS = (1.0, 4.0, 16.0)
 _CLOSE_SECONDS = 2.0
+_ANSWER_SECONDS = 60.0  # limit for reading a small object, or a list
+
+T = TypeVar("T")
 
 
 class ObjectStore:
@@ -118,15 +126,21 @@ class ObjectStore:
         except ValueError as error:
             raise UserError(f"checkpoint.mirror {url}: {error}") from None
         self._in_parts = protocol in ("s3", "s3a")
+        if self._in_parts:
+            self._fs.retries = _S3_ATTEMPTS
         self._root = root.rstrip("/")
         self.url = url.rstrip("/")
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small object; None if it does not exist."""
+        path = f"{self._root}/{name}"
         with self._errors(name):
             try:
-                path = f"{self._root}/{name}"
-                content = bytes(self._fs.cat_file(path, start=0, end=SMALL_FILE_BYTES + 1))
+                content = bytes(
+                    _within_time(
+                        partial(self._fs.cat_file, path, start=0, end=SMALL_FILE_BYTES + 1)
+                    )
+                )
             except FileNotFoundError:
                 return None
         if len(content) > SMALL_FILE_BYTES:
@@ -146,7 +160,7 @@ class ObjectStore:
         with self._errors(below):
             where = f"{self._root}/{below}".rstrip("/")
             try:
-                found = self._fs.find(where, detail=True)
+                found = _within_time(partial(self._fs.find, where, detail=True))
             except FileNotFoundError:
                 return {}
         skipped = len(self._root) + 1
@@ -223,6 +237,29 @@ class ObjectStore:
             raise OSError(errno.EIO, reason, f"{self.url}/{name}") from None
 
 
+def _within_time(read: Callable[[], T]) -> T:
+    """Return what a read returns; no client library limits all of its own attempts.
+
+    Raises:
+        TimeoutError: after _ANSWER_SECONDS; the read continues in its thread.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(read())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    Thread(target=run, name="mirror read", daemon=True).start()
+    try:
+        return outcome.result(_ANSWER_SECONDS)
+    except FutureTimeoutError:
+        if outcome.done():
+            raise
+        raise TimeoutError(f"no answer for {_ANSWER_SECONDS:.0f} s") from None
+
+
 def _not_installed(url: str, missing: str) -> str:
     return f"checkpoint.mirror {url}: {missing}; `pip install 'hvdtrain[remote]'` installs s3://"
 
@@ -278,7 +315,7 @@ class MirrorClaim:
 
 
 class _TakenOverError(Exception):
-    """Another process writes into the mirror now."""
+    """Another process writes into the mirror, or has written checkpoints that must be kept."""
 
 
 def check_mirror(url: str, run_id: str) -> None:
@@ -289,9 +326,10 @@ def check_mirror(url: str, run_id: str) -> None:
     """
     store = ObjectStore(url)
     try:
-        store.write(_PROBE, b"test")
-        store.delete(_PROBE)
-        _check_run(store, _read_claim(store), run_id)
+        with heartbeat.HEARTBEAT.waiting():  # each request has a limit
+            _check_run(store, _read_claim(store), run_id)
+            store.write(_PROBE, b"test")
+            store.delete(_PROBE)
     except OSError as error:
         raise UserError(
             f"checkpoint.mirror {url} cannot be written ({_reason(error)}); check its name and the "
@@ -360,8 +398,8 @@ class Mirror:
         self._store = ObjectStore(url)
         self._writer = secrets.token_hex(8)
         self._started: float | None = None
-        self._resumed_at = 0
         self._continued_after: int | None = None  # to be done, see `supersede`
+        self._unread = False  # by `restore`
         self._claimed = False
         self._emit: Callable[..., None] = lambda *_, **__: None
         self._mirrored: dict[int, _Mirrored] = {}
@@ -390,24 +428,32 @@ class Mirror:
             fresh: the run must not have begun before (run.resume never).
 
         Raises:
-            UserError: the mirror belongs to another run, cannot be read, or contains only damaged
-                checkpoints.
+            UserError: the mirror belongs to another run, contains only damaged checkpoints, or
+                cannot be read and the run directory has no checkpoint either.
         """
         local = max((step_of(path) for path in finished(self._root)), default=0)
         try:
-            claim = _read_claim(self._store)
-            _check_run(self._store, claim, self._run.name)
-            steps = self._complete_steps()
-            if fresh and steps:
-                raise UserError(
-                    f"checkpoint.mirror {self.url} already contains this run, and run.resume is "
-                    "never; choose another --run.id and mirror, or omit run.resume to resume it"
-                )
-            if steps and local:
-                self._check_start(claim, started)
-            self._restore_newest([step for step in steps if step > local], bool(local))
+            with heartbeat.HEARTBEAT.waiting():  # each request has a limit
+                claim = _read_claim(self._store)
+                _check_run(self._store, claim, self._run.name)
+                steps = self._complete_steps()
+                if fresh and steps:
+                    raise UserError(
+                        f"checkpoint.mirror {self.url} already contains this run, and run.resume "
+                        "is never; choose another --run.id and mirror, or omit run.resume to "
+                        "resume it"
+                    )
+                if steps and local:
+                    self._check_start(claim, started)
+                self._restore_newest([step for step in steps if step > local], bool(local))
         except OSError as error:
-            raise crash(f"checkpoint.mirror {self.url} cannot be read ({_reason(error)})") from None
+            why = f"checkpoint.mirror {self.url} cannot be read ({_reason(error)})"
+            if not local:
+                raise crash(why) from None
+            self._unread = True
+            logger.error(
+                "%s; the run continues from its own checkpoints, the newest of step %d", why, local
+            )
 
     def _check_start(self, claim: MirrorClaim | None, started: float | None) -> None:
         """Refuse a mirror that holds another run of the same ID."""
@@ -462,9 +508,10 @@ class Mirror:
             Whether the mirror has an intact copy; otherwise the local one is unchanged.
         """
         try:
-            if step_of(directory) not in self._complete_steps():
-                return False
-            self._fetch(step_of(directory), with_records=False)
+            with heartbeat.HEARTBEAT.waiting():  # each request has a limit
+                if step_of(directory) not in self._complete_steps():
+                    return False
+                self._fetch(step_of(directory), with_records=False)
         except DamagedError as error:
             logger.warning("%s", error)
             return False
@@ -551,14 +598,8 @@ class Mirror:
 
     # --- training -------------------------------------------------------------
 
-    def open(
-        self,
-        started: float,
-        resumed_at: int,
-        emit: Callable[..., None],
-        tolerate_errors: bool = False,
-    ) -> None:
-        """Claim the mirror for this process, and begin to upload what it lacks.
+    def open(self, started: float, resumed_at: int, emit: Callable[..., None]) -> None:
+        """Begin to claim the mirror for this process and to upload what it lacks; return at once.
 
         Args:
             started: time of the run's first start.
@@ -566,24 +607,11 @@ class Mirror:
                 before them.
             emit: called from the thread with "mirrored" (step, seconds, bytes, sent_bytes),
                 "mirror_failed" (step, error) and "mirror_lost" (error).
-            tolerate_errors: log a failure, and try again with each checkpoint.
-
-        Raises:
-            UserError: the mirror cannot be written, or belongs to another run.
         """
         self._started, self._resumed_at, self._emit = started, resumed_at, emit
-        try:
-            self._claim()
-        except (OSError, UserError) as error:
-            if not tolerate_errors:
-                if isinstance(error, UserError):
-                    raise
-                reason = _reason(error)
-                raise UserError(f"checkpoint.mirror {self.url}: {reason}") from None
-            logger.error("%s: %s; training continues", self.url, _reason(error))
+        self.supersede(resumed_at)
         self._thread = Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
-        self.notify()
 
     def notify(self) -> None:
         """Upload what the mirror lacks; returns at once."""
@@ -660,7 +688,10 @@ class Mirror:
             self._continued_after = step if earlier is None else min(step, earlier)
 
     def _leave(self, after: int) -> None:
-        """Delete the mirror's checkpoints of later steps; after a failure, with the next upload."""
+        """Delete the mirror's checkpoints of later steps; after a failure, with the next upload.
+
+        The first call claims the mirror.
+        """
         self._given_up = {step for step in self._given_up if step <= after}
         try:
             self._confirm()
@@ -669,6 +700,9 @@ class Mirror:
             return  # the next upload reports it
         except Exception as error:
             self._continue_after(after)
+            if not self._claimed:
+                logger.error("%s: %s; training continues", self.url, _reason(error))
+                return
             logger.warning(
                 "%s: checkpoints after step %d, which the run repeats, could not be deleted (%s)",
                 self.url,
@@ -826,6 +860,12 @@ class Mirror:
             self._check_start(before, self._started)
             if before is not None and before.job == self._job:
                 self._started = before.started
+            elif self._unread and steps[-1] > self._resumed_at:
+                raise _TakenOverError(
+                    f"{self.url} has the checkpoint of step {steps[-1]}, but could not be read "
+                    f"when this run continued from step {self._resumed_at}; start the run again "
+                    "to continue from the mirror"
+                )
         claim = MirrorClaim(
             self._run.name,
             self._started,
@@ -837,7 +877,6 @@ class Mirror:
         self._store.write(_CLAIM, json.dumps(asdict(claim), indent=1).encode())
         self._claimed = True
         self._mirrored = {step: self._known(step) for step in steps}
-        self._remove_after(self._resumed_at)
 
     def _known(self, step: int) -> _Mirrored:
         """Loss and records of a checkpoint that an earlier process has uploaded."""

@@ -277,7 +277,7 @@ class Session:
 
     def _prepare(self) -> None:
         settings, membership, topology = self._launched.settings, self._membership, self.topology
-        agree_to_start(settings, self._launched.digest, topology, membership)
+        agree_to_start(settings, self._launched.digest, topology, membership, self._number)
         start = Start(self._began_clock, self._local_rank, elastic=membership is not None)
         script, data = self._script, None
         if script is not None:

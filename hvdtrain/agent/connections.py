@@ -33,7 +33,7 @@ def raise_file_limit() -> tuple[int, int]:
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
-class Connections:
+class DriverConnections:
     """The connections of a driver's server, and those whose peers have not proved anything yet.
 
     A peer proves that it has the job's secret. The limit of the unproven ones, from their first

@@ -32,7 +32,7 @@ from typing import Protocol
 
 import hvdtrain
 from hvdtrain.agent import protocol
-from hvdtrain.agent.connections import Connections
+from hvdtrain.agent.connections import DriverConnections
 from hvdtrain.agent.protocol import Channel, Message
 from hvdtrain.untrusted import checked, printable
 
@@ -155,7 +155,7 @@ class Hub:
         # have the run's state; None: no process has one.
         self._turns: dict[str, int] | None = None
         self._holders: Mapping[str, Sequence[int]] | None = None
-        self._connections = Connections(4, say)
+        self._connections = DriverConnections(4, say)
         # Of hosts whose agents have not registered since this driver took over.
         self._expected: dict[str, dict[int, _Process]] = {}
         # Starts an agent on a host; host -> launch of the only agent that may register for it;

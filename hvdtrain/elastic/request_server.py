@@ -20,7 +20,7 @@ from typing import Any
 from horovod.runner.common.util import secret as signatures
 from horovod.runner.common.util.hosts import SlotInfo
 
-from hvdtrain.agent.connections import Connections
+from hvdtrain.agent.connections import DriverConnections
 from hvdtrain.elastic.rendezvous import Driver, handle_get, handle_report
 from hvdtrain.runtime.environment import answer_seconds
 from hvdtrain.runtime.queued_output import say
@@ -64,7 +64,7 @@ class RequestServer:
         self._refused, self._refused_at = 0, -_REFUSED_SECONDS
         self._loop = asyncio.new_event_loop()
         self._columns = asyncio.Semaphore(_COLUMNS)
-        self._connections = Connections(2, say)
+        self._connections = DriverConnections(2, say)
         self._stopped: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
         self._ready = threading.Event()

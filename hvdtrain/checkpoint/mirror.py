@@ -31,7 +31,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -90,13 +90,14 @@ _S3_MOST_PARTS = 10_000
 _S3_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
 _S3_ATTEMPTS = 1  # of s3fs, each with the attempts of botocore
 # Four parts of a file are in memory at a time.
-_S3 = {"config_kwargs": _S3_TIMEOUTS, "max_concurrency": 4}
+_S3: dict[str, Any] = {"config_kwargs": _S3_TIMEOUTS, "max_concurrency": 4}
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3, "s3a": _S3, "file": {"auto_mkdir": True}}
 _DOWNLOADS = 4  # files at a time
 # Waits before further attempts of a failed upload.
 _RETRY_SECONDS = (1.0, 4.0, 16.0)
 _CLOSE_SECONDS = 2.0
-_ANSWER_SECONDS = 60.0  # limit for reading a small object, or a list
+_ANSWER_SECONDS = 60.0  # limit for a small object, or a list
+_SLOWEST = 1 << 20  # bytes per second; added to this limit for a large object
 
 T = TypeVar("T")
 
@@ -151,7 +152,7 @@ class ObjectStore:
     def write(self, name: str, content: bytes) -> None:
         """Write a small object, and compare what the store then returns."""
         with self._errors(name):
-            self._fs.pipe_file(f"{self._root}/{name}", content)
+            _within_time(partial(self._fs.pipe_file, f"{self._root}/{name}", content))
         if self.read(name) != content:
             raise OSError(errno.EIO, "it differs from what was written", f"{self.url}/{name}")
 
@@ -185,9 +186,17 @@ class ObjectStore:
         compare(path.parent, path.name, wanted, path.stat().st_size, sha256)
         if self._has(name, wanted, tag):
             return 0
-        parts = {"chunksize": _part_bytes(wanted["bytes"])} if self._in_parts else {}
+        from fsspec.callbacks import Callback
+
+        sent, options, unit = Callback(), dict[str, Any](), int(wanted["bytes"])
+        if self._in_parts:
+            options["chunksize"] = _part_bytes(unit)
+            unit = min(unit, _S3["max_concurrency"] * options["chunksize"])
         with self._errors(name):
-            self._fs.put_file(str(path), f"{self._root}/{name}", **parts)
+            put = partial(
+                self._fs.put_file, str(path), f"{self._root}/{name}", callback=sent, **options
+            )
+            _within_time(put, _ANSWER_SECONDS + unit / _SLOWEST, lambda: sent.value)
         if not self._has(name, wanted, tag):
             raise OSError(
                 errno.EIO, "it differs from the local file after the upload", f"{self.url}/{name}"
@@ -224,7 +233,7 @@ class ObjectStore:
         return bool(digest.hexdigest() == wanted["sha256"])
 
     def _info(self, name: str) -> dict[str, Any]:
-        return dict(self._fs.info(f"{self._root}/{name}"))
+        return dict(_within_time(partial(self._fs.info, f"{self._root}/{name}")))
 
     @contextmanager
     def _errors(self, name: str) -> Iterator[None]:
@@ -237,27 +246,34 @@ class ObjectStore:
             raise OSError(errno.EIO, reason, f"{self.url}/{name}") from None
 
 
-def _within_time(read: Callable[[], T]) -> T:
-    """Return what a read returns; no client library limits all of its own attempts.
+def _within_time(
+    request: Callable[[], T],
+    seconds: float | None = None,
+    progress: Callable[[], int] = lambda: 0,
+) -> T:
+    """Return the result of a request. The client libraries limit only some of their own waits.
+
+    Args:
+        seconds: limit of the time without progress; default: _ANSWER_SECONDS.
 
     Raises:
-        TimeoutError: after _ANSWER_SECONDS; the read continues in its thread.
+        TimeoutError: the limit has passed; the request continues in its thread.
     """
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.set_result(read())
+            outcome.set_result(request())
         except Exception as error:
             outcome.set_exception(error)
 
-    Thread(target=run, name="mirror read", daemon=True).start()
-    try:
-        return outcome.result(_ANSWER_SECONDS)
-    except FutureTimeoutError:
-        if outcome.done():
-            raise
-        raise TimeoutError(f"no answer for {_ANSWER_SECONDS:.0f} s") from None
+    Thread(target=run, name="mirror request", daemon=True).start()
+    limit, before = _ANSWER_SECONDS if seconds is None else seconds, progress()
+    while not wait_for([outcome], limit).done:
+        if progress() == before:
+            raise TimeoutError(f"no answer for {limit:.0f} s")
+        before = progress()
+    return outcome.result()
 
 
 def _not_installed(url: str, missing: str) -> str:
@@ -670,9 +686,8 @@ class Mirror:
                     self._changed.notify_all()
                     return
                 self._requested = False
-                after, self._continued_after = self._continued_after, None
-            if after is not None and not self._taken_over:
-                self._leave(after)
+            if self._continued_after is not None and not self._taken_over:
+                self._leave()
             try:
                 while not self._taken_over and (directory := self._next()) is not None:
                     self._attempt(directory)
@@ -687,19 +702,17 @@ class Mirror:
             earlier = self._continued_after
             self._continued_after = step if earlier is None else min(step, earlier)
 
-    def _leave(self, after: int) -> None:
+    def _leave(self) -> None:
         """Delete the mirror's checkpoints of later steps; after a failure, with the next upload.
 
         The first call claims the mirror.
         """
-        self._given_up = {step for step in self._given_up if step <= after}
+        after = self._continued_after
         try:
-            self._confirm()
-            self._remove_after(after)
+            self._take()
         except _TakenOverError:
             return  # the next upload reports it
         except Exception as error:
-            self._continue_after(after)
             if not self._claimed:
                 logger.error("%s: %s; training continues", self.url, _reason(error))
                 return
@@ -709,6 +722,20 @@ class Mirror:
                 after,
                 _reason(error),
             )
+
+    def _take(self) -> None:
+        """Confirm the claim, and delete checkpoints that the run has left: before any upload."""
+        self._confirm()
+        with self._changed:
+            after, self._continued_after = self._continued_after, None
+        if after is None:
+            return
+        self._given_up = {step for step in self._given_up if step <= after}
+        try:
+            self._remove_after(after)
+        except Exception:
+            self._continue_after(after)
+            raise
 
     def _remove_after(self, step: int) -> None:
         for later in [one for one in self._mirrored if one > step]:
@@ -780,6 +807,7 @@ class Mirror:
 
     def _upload(self, directory: Path) -> int:
         """Upload a checkpoint, its marker last; return its size in bytes."""
+        self._take()
         name = directory.name
         sums = checked_sums(directory)
         for file, wanted in sums.items():

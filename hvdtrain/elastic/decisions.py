@@ -648,7 +648,7 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
     staying = _staying(job, waiting)
     members = in_order(choose(staying, job.max_np))
     needed = max(job.min_np, replica_size(staying))
-    if refusals := _leave_out_parted(job, members, needed):
+    if refusals := _leave_out_parted(job, members, needed, now):
         return refusals
     if len(members) < needed:
         if job.stop_requested:
@@ -674,12 +674,12 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
 
 
 def _leave_out_parted(
-    job: JobState, members: Sequence[TrainingProcess], needed: int
+    job: JobState, members: Sequence[TrainingProcess], needed: int, now: float
 ) -> list[Action]:
     """Refuse one host of each two that cannot reach each other, if the run can do without it.
 
-    The hosts that stay have the state of the run and suffice for it. Otherwise all hosts try again,
-    as often as the ranks do.
+    The hosts that stay have the state of the run, and suffice for it with the free slots of others.
+    Otherwise all hosts try again, as often as the ranks do.
     """
     hosts = list(dict.fromkeys(p.host for p in members))  # that of rank 0 first
     pairs = {
@@ -689,6 +689,7 @@ def _leave_out_parted(
         for other in p.status.unreachable
         if other in hosts and other != p.host
     }
+    free = _free_slots(job, now) if pairs else []
     stay, left_out = [*members], dict[str, str]()
     while parted := Counter(host for pair in pairs for host in pair):
         sizes = Counter(p.host for p in stay)
@@ -696,7 +697,8 @@ def _leave_out_parted(
             parted, key=lambda h: (parted[h], -sizes[h], hosts.index(h)), reverse=True
         ):
             rest = [p for p in stay if p.host != host]
-            if len(choose(rest, job.max_np)) >= needed and hold_as_much(rest, stay):
+            more = sum(other not in left_out and other != host for other, _ in free)
+            if len(choose(rest, job.max_np)) + more >= needed and hold_as_much(rest, stay):
                 break
         else:
             return []

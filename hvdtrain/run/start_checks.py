@@ -104,13 +104,13 @@ def _check_start(
         torch=recipe.installed_version("torch") or "",
     )
     check_ranks(with_global_batch(config, topology.world_size), ranks)
-    _check_mirror(config, number)
+    _check_mirror(config, number, elastic)
     parallel = config.parallel
     if parallel.spans_ranks and not elastic:  # the elastic driver forms whole replicas
         Grid.of(topology.hosts, parallel.degrees, AXES)
 
 
-def _check_mirror(config: Config, number: int) -> None:
+def _check_mirror(config: Config, number: int, elastic: bool) -> None:
     """Check checkpoint.mirror; the first process of a run also contacts the store.
 
     A run that has started with this mirror must not depend on the store, nor must a process that
@@ -127,7 +127,7 @@ def _check_mirror(config: Config, number: int) -> None:
     starts = RunDirectory(Path(config.run.root) / run_id).starts()
     if number == 0 and not any(mirror in str(start.get("config")) for start in starts):
         check_mirror(mirror, run_id)
-    else:
+    elif elastic:
         ObjectStore(mirror)  # this process may become rank 0: is the client library installed?
 
 

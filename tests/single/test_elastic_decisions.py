@@ -525,6 +525,19 @@ def test_parted_hosts_stay_if_the_run_cannot_go_on_without_one() -> None:
     assert sorted(job.ranks) == [1], "the host that has the state of the run stays"
 
 
+def test_free_slots_of_other_hosts_replace_a_host_that_is_left_out() -> None:
+    job = DecidedJob({"a": 1, "b": 1, "c": 1}, 2, 2, 2, TIMEOUT)
+    _join(job, 0, 1, status=NEW)
+    _part(job, {0: "b"})
+    for number in range(2):
+        job.join(number, TRAINED)
+    job.exit(1, 1)
+    job.consider(0.0)
+    assert [process.host for process in job.state.processes] == ["a", "b", "c"]
+    _join(job, 2, status=NEW)
+    assert sorted(job.ranks) == [0, 2]
+
+
 def test_host_that_was_left_out_is_tried_again() -> None:
     job = _start({"a": 1, "b": 1, "c": 1})
     _part(job, {0: "b"})

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -52,9 +52,16 @@ def relay(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_module, "_ANSWER_SECONDS", 1.0)
+def silence(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Let the store be silent, which a run then notices after one second, or answer again."""
     monkeypatch.setattr(mirror_module, "_RETRY_SECONDS", (0.01,))
+    usual = mirror_module._ANSWER_SECONDS
+
+    def set_to(silent: bool) -> None:
+        relay.silent = silent
+        monkeypatch.setattr(mirror_module, "_ANSWER_SECONDS", 1.0 if silent else usual)
+
+    return set_to
 
 
 class Mirrored:
@@ -78,16 +85,36 @@ class Mirrored:
 
 
 def test_first_start_is_refused_when_the_store_does_not_answer(
-    relay: Relay, impatient: None
+    relay: Relay, silence: Callable[[bool], None]
 ) -> None:
-    relay.silent = True
+    silence(True)
     with pytest.raises(UserError, match=r"cannot be written \(no answer for 1 s\)") as refused:
         check_mirror(f"s3://{BUCKET}/first", "run")
     assert refused.value.exit_code == 2 and relay.held
 
 
+def test_requests_to_a_silent_store_end(
+    silence: Callable[[bool], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, file = ObjectStore(f"s3://{BUCKET}/silent"), tmp_path / "file"
+    file.write_bytes(b"content")
+    wanted = {"bytes": 7, "sha256": mirror_module.sha256_of(file)}
+    silence(True)
+    for request in (
+        lambda: store.read("object"),
+        lambda: store.write("object", b"content"),
+        store.sizes,
+        lambda: store.send(file, wanted, "object"),
+    ):
+        with pytest.raises(TimeoutError, match="no answer for 1 s"):
+            request()
+    monkeypatch.setattr(ObjectStore, "_has", lambda *_: False)
+    with pytest.raises(TimeoutError, match="no answer for 1 s"):
+        store.send(file, wanted, "object")
+
+
 def test_run_continues_from_its_own_checkpoint_without_the_store(
-    relay: Relay, impatient: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    silence: Callable[[bool], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, url = tmp_path / "run", f"s3://{BUCKET}/own"
     first = Mirrored(run, url)
@@ -95,7 +122,7 @@ def test_run_continues_from_its_own_checkpoint_without_the_store(
     first.save(2)
     assert first.wait() == ["mirrored"]
     first.mirror.close()
-    relay.silent = True
+    silence(True)
     second = Mirrored(run, url, job=2)
     with caplog.at_level(logging.ERROR, "hvdtrain"):
         second.mirror.restore(1.7e9, fresh=False)
@@ -103,17 +130,18 @@ def test_run_continues_from_its_own_checkpoint_without_the_store(
     second.open(2)
     second.save(4)
     assert set(second.wait()) == {"mirror_failed"}
-    relay.silent = False
+    silence(False)
     second.save(6)
     assert second.wait()[-1] == "mirrored"
+    assert "step_00000006/complete" in ObjectStore(url).sizes()
+    silence(True)
     with pytest.raises(UserError, match="cannot be read") as crashed:
-        relay.silent = True
         Mirrored(tmp_path / "elsewhere/run", url).mirror.restore(None, fresh=False)
     assert crashed.value.exit_code == EXIT_CRASH
 
 
 def test_newer_checkpoint_that_could_not_be_read_is_not_deleted(
-    relay: Relay, impatient: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    relay: Relay, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"s3://{BUCKET}/newer"
     for name, step in (("run", 2), ("elsewhere/run", 8)):

@@ -184,6 +184,8 @@ class Agent:
         self._connected = 0.0  # seconds since the driver accepted this agent
         self._signalled: float | None = None  # time of the first signal
         self._signal = 0  # the last one
+        self._registering = False  # the driver may have accepted this agent already
+        self._deferred = 0  # a signal of that time
         self._turn: int | None = None  # to replace the driver; None: it cannot be replaced
         self._holds: set[int] | None = None  # own ranks with the run's state; None: there is none
         self._giving_up: asyncio.Task[None] | None = None
@@ -232,6 +234,7 @@ class Agent:
         while True:
             channel = await self._find_driver()
             if channel is None:
+                self._act_on_deferred()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _RETRY_SECONDS[1])
                 continue
@@ -322,10 +325,13 @@ class Agent:
                 "launch": self._settings.launch,
             }
         )
+        self._registering = True
         try:
             answer = await asyncio.wait_for(channel.receive(), _REPLY_SECONDS)
         except asyncio.TimeoutError:
             raise TimeoutError("the driver does not answer") from None
+        finally:
+            self._registering = False
         if answer.get("type") == "refuse":
             if answer.get("final"):
                 raise UserError(str(answer.get("reason")))
@@ -343,6 +349,7 @@ class Agent:
         self._send_kept()
         if self._leaving:
             self._send({"type": "leave"})
+        self._act_on_deferred()
         words: list[object] = []  # the first ones of a long command
         while True:
             message = await channel.receive()
@@ -642,6 +649,18 @@ class Agent:
             self._signalled = now
         elif not again:
             return
+        if self._registering and not again and number != signal.SIGINT:
+            self._deferred = number
+        else:
+            self._act_on_signal(number, again)
+
+    def _act_on_deferred(self) -> None:
+        """Act on a signal of the last registration, whose result is known now."""
+        number, self._deferred = self._deferred, 0
+        if number:
+            self._act_on_signal(number, again=False)
+
+    def _act_on_signal(self, number: int, again: bool) -> None:
         if number == signal.SIGTERM and not again and self._may_leave():
             self._leaving = True
             self._send({"type": "leave"})

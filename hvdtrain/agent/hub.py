@@ -32,7 +32,7 @@ from typing import Protocol
 
 import hvdtrain
 from hvdtrain.agent import protocol
-from hvdtrain.agent.connections import UnprovenConnections, report_missing_files
+from hvdtrain.agent.connections import DriverConnections
 from hvdtrain.agent.protocol import Channel, Message
 from hvdtrain.untrusted import checked, printable
 
@@ -155,7 +155,7 @@ class Hub:
         # have the run's state; None: no process has one.
         self._turns: dict[str, int] | None = None
         self._holders: Mapping[str, Sequence[int]] | None = None
-        self._unproven = UnprovenConnections(share=4)
+        self._connections = DriverConnections(4, say)
         # Of hosts whose agents have not registered since this driver took over.
         self._expected: dict[str, dict[int, _Process]] = {}
         # Starts an agent on a host; host -> launch of the only agent that may register for it;
@@ -308,28 +308,20 @@ class Hub:
             self._loop.close()
 
     async def _serve(self) -> None:
-        report_missing_files(self._loop, self._say)
-        limit = protocol.HANDSHAKE_SECONDS if self._tls is not None else None
-        server = await asyncio.start_server(
-            self._serve_connection,
-            sock=self._socket,
-            backlog=_BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=limit,
-        )
+        serving = self._connections.serve(self._socket, self._serve_connection, self._tls)
+        server = self._loop.create_task(serving)
         seen, left = time.monotonic(), _FINISH_SECONDS - 1
-        async with server:
-            while True:
-                await asyncio.sleep(_LOOK_SECONDS if self._finished is None else 0.02)
-                # Time in which this process was suspended does not count.
-                passed = min(time.monotonic() - seen, 2 * _LOOK_SECONDS)
-                seen = time.monotonic()
-                for agent in tuple(self._agents.values()):
-                    self._look(agent, passed)
-                if self._finished is not None:
-                    left -= passed
-                    if left < 0 or all(a.channel is None for a in self._agents.values()):
-                        return
+        while not server.done():
+            await asyncio.sleep(_LOOK_SECONDS if self._finished is None else 0.02)
+            # Time in which this process was suspended does not count.
+            passed = min(time.monotonic() - seen, 2 * _LOOK_SECONDS)
+            seen = time.monotonic()
+            for agent in tuple(self._agents.values()):
+                self._look(agent, passed)
+            if self._finished is not None:
+                left -= passed
+                if left < 0 or all(a.channel is None for a in self._agents.values()):
+                    return
 
     def _all_ranks_silent(self) -> bool:
         """Whether no agent with processes has responded for a while: this host may be cut off."""
@@ -356,9 +348,9 @@ class Hub:
     ) -> None:
         """Serve one agent until its connection breaks."""
         try:
-            with self._unproven.admitted(writer):
-                channel = await protocol.accept(reader, writer, self._secret)
-                first = await asyncio.wait_for(channel.receive(), protocol.HANDSHAKE_SECONDS)
+            channel = await protocol.accept(reader, writer, self._secret)
+            first = await asyncio.wait_for(channel.receive(), protocol.HANDSHAKE_SECONDS)
+            self._connections.proven()
         except (OSError, asyncio.TimeoutError):
             writer.transport.abort()
             return

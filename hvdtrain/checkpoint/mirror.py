@@ -14,6 +14,9 @@ its checksum before and after its upload; files that are complete in the mirror 
 A mirror belongs to one run, and one process writes at a time: the latest that has written its name
 into run.json. An earlier one notices before its next file and stops uploading. Object stores have
 no locks, so one file of the earlier process may still arrive; its marker does not.
+
+Training does not depend on the store after the first start: the thread also writes the name, and
+what cannot be read or uploaded is logged.
 """
 
 from __future__ import annotations
@@ -27,14 +30,15 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Condition, Thread
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.layout import (
@@ -84,13 +88,18 @@ _READ = 1 << 20  # bytes
 _S3_PART = 50 << 20
 _S3_MOST_PARTS = 10_000
 _S3_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
+_S3_ATTEMPTS = 1  # of s3fs, each with the attempts of botocore
 # Four parts of a file are in memory at a time.
-_S3 = {"config_kwargs": _S3_TIMEOUTS, "max_concurrency": 4}
+_S3: dict[str, Any] = {"config_kwargs": _S3_TIMEOUTS, "max_concurrency": 4}
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3, "s3a": _S3, "file": {"auto_mkdir": True}}
 _DOWNLOADS = 4  # files at a time
 # Waits before further attempts of a failed upload.
 _RETRY_SECONDS = (1.0, 4.0, 16.0)
 _CLOSE_SECONDS = 2.0
+_ANSWER_SECONDS = 60.0  # limit for a small object, or a list
+_SLOWEST = 1 << 20  # bytes per second; added to this limit for a large object
+
+T = TypeVar("T")
 
 
 class ObjectStore:
@@ -118,15 +127,21 @@ class ObjectStore:
         except ValueError as error:
             raise UserError(f"checkpoint.mirror {url}: {error}") from None
         self._in_parts = protocol in ("s3", "s3a")
+        if self._in_parts:
+            self._fs.retries = _S3_ATTEMPTS
         self._root = root.rstrip("/")
         self.url = url.rstrip("/")
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small object; None if it does not exist."""
+        path = f"{self._root}/{name}"
         with self._errors(name):
             try:
-                path = f"{self._root}/{name}"
-                content = bytes(self._fs.cat_file(path, start=0, end=SMALL_FILE_BYTES + 1))
+                content = bytes(
+                    _within_time(
+                        partial(self._fs.cat_file, path, start=0, end=SMALL_FILE_BYTES + 1)
+                    )
+                )
             except FileNotFoundError:
                 return None
         if len(content) > SMALL_FILE_BYTES:
@@ -137,7 +152,7 @@ class ObjectStore:
     def write(self, name: str, content: bytes) -> None:
         """Write a small object, and compare what the store then returns."""
         with self._errors(name):
-            self._fs.pipe_file(f"{self._root}/{name}", content)
+            _within_time(partial(self._fs.pipe_file, f"{self._root}/{name}", content))
         if self.read(name) != content:
             raise OSError(errno.EIO, "it differs from what was written", f"{self.url}/{name}")
 
@@ -146,7 +161,7 @@ class ObjectStore:
         with self._errors(below):
             where = f"{self._root}/{below}".rstrip("/")
             try:
-                found = self._fs.find(where, detail=True)
+                found = _within_time(partial(self._fs.find, where, detail=True))
             except FileNotFoundError:
                 return {}
         skipped = len(self._root) + 1
@@ -171,9 +186,17 @@ class ObjectStore:
         compare(path.parent, path.name, wanted, path.stat().st_size, sha256)
         if self._has(name, wanted, tag):
             return 0
-        parts = {"chunksize": _part_bytes(wanted["bytes"])} if self._in_parts else {}
+        from fsspec.callbacks import Callback
+
+        sent, options, unit = Callback(), dict[str, Any](), int(wanted["bytes"])
+        if self._in_parts:
+            options["chunksize"] = _part_bytes(unit)
+            unit = min(unit, _S3["max_concurrency"] * options["chunksize"])
         with self._errors(name):
-            self._fs.put_file(str(path), f"{self._root}/{name}", **parts)
+            put = partial(
+                self._fs.put_file, str(path), f"{self._root}/{name}", callback=sent, **options
+            )
+            _within_time(put, _ANSWER_SECONDS + unit / _SLOWEST, lambda: sent.value)
         if not self._has(name, wanted, tag):
             raise OSError(
                 errno.EIO, "it differs from the local file after the upload", f"{self.url}/{name}"
@@ -210,7 +233,7 @@ class ObjectStore:
         return bool(digest.hexdigest() == wanted["sha256"])
 
     def _info(self, name: str) -> dict[str, Any]:
-        return dict(self._fs.info(f"{self._root}/{name}"))
+        return dict(_within_time(partial(self._fs.info, f"{self._root}/{name}")))
 
     @contextmanager
     def _errors(self, name: str) -> Iterator[None]:
@@ -221,6 +244,36 @@ class ObjectStore:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise OSError(errno.EIO, reason, f"{self.url}/{name}") from None
+
+
+def _within_time(
+    request: Callable[[], T],
+    seconds: float | None = None,
+    progress: Callable[[], int] = lambda: 0,
+) -> T:
+    """Return the result of a request. The client libraries limit only some of their own waits.
+
+    Args:
+        seconds: limit of the time without progress; default: _ANSWER_SECONDS.
+
+    Raises:
+        TimeoutError: the limit has passed; the request continues in its thread.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(request())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    Thread(target=run, name="mirror request", daemon=True).start()
+    limit, before = _ANSWER_SECONDS if seconds is None else seconds, progress()
+    while not wait_for([outcome], limit).done:
+        if progress() == before:
+            raise TimeoutError(f"no answer for {limit:.0f} s")
+        before = progress()
+    return outcome.result()
 
 
 def _not_installed(url: str, missing: str) -> str:
@@ -278,7 +331,7 @@ class MirrorClaim:
 
 
 class _TakenOverError(Exception):
-    """Another process writes into the mirror now."""
+    """Another process writes into the mirror, or has written checkpoints that must be kept."""
 
 
 def check_mirror(url: str, run_id: str) -> None:
@@ -289,9 +342,10 @@ def check_mirror(url: str, run_id: str) -> None:
     """
     store = ObjectStore(url)
     try:
-        store.write(_PROBE, b"test")
-        store.delete(_PROBE)
-        _check_run(store, _read_claim(store), run_id)
+        with heartbeat.HEARTBEAT.waiting():  # each request has a limit
+            _check_run(store, _read_claim(store), run_id)
+            store.write(_PROBE, b"test")
+            store.delete(_PROBE)
     except OSError as error:
         raise UserError(
             f"checkpoint.mirror {url} cannot be written ({_reason(error)}); check its name and the "
@@ -360,8 +414,8 @@ class Mirror:
         self._store = ObjectStore(url)
         self._writer = secrets.token_hex(8)
         self._started: float | None = None
-        self._resumed_at = 0
         self._continued_after: int | None = None  # to be done, see `supersede`
+        self._unread = False  # by `restore`
         self._claimed = False
         self._emit: Callable[..., None] = lambda *_, **__: None
         self._mirrored: dict[int, _Mirrored] = {}
@@ -390,24 +444,32 @@ class Mirror:
             fresh: the run must not have begun before (run.resume never).
 
         Raises:
-            UserError: the mirror belongs to another run, cannot be read, or contains only damaged
-                checkpoints.
+            UserError: the mirror belongs to another run, contains only damaged checkpoints, or
+                cannot be read and the run directory has no checkpoint either.
         """
         local = max((step_of(path) for path in finished(self._root)), default=0)
         try:
-            claim = _read_claim(self._store)
-            _check_run(self._store, claim, self._run.name)
-            steps = self._complete_steps()
-            if fresh and steps:
-                raise UserError(
-                    f"checkpoint.mirror {self.url} already contains this run, and run.resume is "
-                    "never; choose another --run.id and mirror, or omit run.resume to resume it"
-                )
-            if steps and local:
-                self._check_start(claim, started)
-            self._restore_newest([step for step in steps if step > local], bool(local))
+            with heartbeat.HEARTBEAT.waiting():  # each request has a limit
+                claim = _read_claim(self._store)
+                _check_run(self._store, claim, self._run.name)
+                steps = self._complete_steps()
+                if fresh and steps:
+                    raise UserError(
+                        f"checkpoint.mirror {self.url} already contains this run, and run.resume "
+                        "is never; choose another --run.id and mirror, or omit run.resume to "
+                        "resume it"
+                    )
+                if steps and local:
+                    self._check_start(claim, started)
+                self._restore_newest([step for step in steps if step > local], bool(local))
         except OSError as error:
-            raise crash(f"checkpoint.mirror {self.url} cannot be read ({_reason(error)})") from None
+            why = f"checkpoint.mirror {self.url} cannot be read ({_reason(error)})"
+            if not local:
+                raise crash(why) from None
+            self._unread = True
+            logger.error(
+                "%s; the run continues from its own checkpoints, the newest of step %d", why, local
+            )
 
     def _check_start(self, claim: MirrorClaim | None, started: float | None) -> None:
         """Refuse a mirror that holds another run of the same ID."""
@@ -462,9 +524,10 @@ class Mirror:
             Whether the mirror has an intact copy; otherwise the local one is unchanged.
         """
         try:
-            if step_of(directory) not in self._complete_steps():
-                return False
-            self._fetch(step_of(directory), with_records=False)
+            with heartbeat.HEARTBEAT.waiting():  # each request has a limit
+                if step_of(directory) not in self._complete_steps():
+                    return False
+                self._fetch(step_of(directory), with_records=False)
         except DamagedError as error:
             logger.warning("%s", error)
             return False
@@ -551,14 +614,8 @@ class Mirror:
 
     # --- training -------------------------------------------------------------
 
-    def open(
-        self,
-        started: float,
-        resumed_at: int,
-        emit: Callable[..., None],
-        tolerate_errors: bool = False,
-    ) -> None:
-        """Claim the mirror for this process, and begin to upload what it lacks.
+    def open(self, started: float, resumed_at: int, emit: Callable[..., None]) -> None:
+        """Begin to claim the mirror for this process and to upload what it lacks; return at once.
 
         Args:
             started: time of the run's first start.
@@ -566,24 +623,11 @@ class Mirror:
                 before them.
             emit: called from the thread with "mirrored" (step, seconds, bytes, sent_bytes),
                 "mirror_failed" (step, error) and "mirror_lost" (error).
-            tolerate_errors: log a failure, and try again with each checkpoint.
-
-        Raises:
-            UserError: the mirror cannot be written, or belongs to another run.
         """
         self._started, self._resumed_at, self._emit = started, resumed_at, emit
-        try:
-            self._claim()
-        except (OSError, UserError) as error:
-            if not tolerate_errors:
-                if isinstance(error, UserError):
-                    raise
-                reason = _reason(error)
-                raise UserError(f"checkpoint.mirror {self.url}: {reason}") from None
-            logger.error("%s: %s; training continues", self.url, _reason(error))
+        self.supersede(resumed_at)
         self._thread = Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
-        self.notify()
 
     def notify(self) -> None:
         """Upload what the mirror lacks; returns at once."""
@@ -642,9 +686,8 @@ class Mirror:
                     self._changed.notify_all()
                     return
                 self._requested = False
-                after, self._continued_after = self._continued_after, None
-            if after is not None and not self._taken_over:
-                self._leave(after)
+            if self._continued_after is not None and not self._taken_over:
+                self._leave()
             try:
                 while not self._taken_over and (directory := self._next()) is not None:
                     self._attempt(directory)
@@ -659,22 +702,40 @@ class Mirror:
             earlier = self._continued_after
             self._continued_after = step if earlier is None else min(step, earlier)
 
-    def _leave(self, after: int) -> None:
-        """Delete the mirror's checkpoints of later steps; after a failure, with the next upload."""
-        self._given_up = {step for step in self._given_up if step <= after}
+    def _leave(self) -> None:
+        """Delete the mirror's checkpoints of later steps; after a failure, with the next upload.
+
+        The first call claims the mirror.
+        """
+        after = self._continued_after
         try:
-            self._confirm()
-            self._remove_after(after)
+            self._take()
         except _TakenOverError:
             return  # the next upload reports it
         except Exception as error:
-            self._continue_after(after)
+            if not self._claimed:
+                logger.error("%s: %s; training continues", self.url, _reason(error))
+                return
             logger.warning(
                 "%s: checkpoints after step %d, which the run repeats, could not be deleted (%s)",
                 self.url,
                 after,
                 _reason(error),
             )
+
+    def _take(self) -> None:
+        """Confirm the claim, and delete checkpoints that the run has left: before any upload."""
+        self._confirm()
+        with self._changed:
+            after, self._continued_after = self._continued_after, None
+        if after is None:
+            return
+        self._given_up = {step for step in self._given_up if step <= after}
+        try:
+            self._remove_after(after)
+        except Exception:
+            self._continue_after(after)
+            raise
 
     def _remove_after(self, step: int) -> None:
         for later in [one for one in self._mirrored if one > step]:
@@ -746,6 +807,7 @@ class Mirror:
 
     def _upload(self, directory: Path) -> int:
         """Upload a checkpoint, its marker last; return its size in bytes."""
+        self._take()
         name = directory.name
         sums = checked_sums(directory)
         for file, wanted in sums.items():
@@ -826,6 +888,12 @@ class Mirror:
             self._check_start(before, self._started)
             if before is not None and before.job == self._job:
                 self._started = before.started
+            elif self._unread and steps[-1] > self._resumed_at:
+                raise _TakenOverError(
+                    f"{self.url} has the checkpoint of step {steps[-1]}, but could not be read "
+                    f"when this run continued from step {self._resumed_at}; start the run again "
+                    "to continue from the mirror"
+                )
         claim = MirrorClaim(
             self._run.name,
             self._started,
@@ -837,7 +905,6 @@ class Mirror:
         self._store.write(_CLAIM, json.dumps(asdict(claim), indent=1).encode())
         self._claimed = True
         self._mirrored = {step: self._known(step) for step in steps}
-        self._remove_after(self._resumed_at)
 
     def _known(self, step: int) -> _Mirrored:
         """Loss and records of a checkpoint that an earlier process has uploaded."""

@@ -35,6 +35,7 @@ from hvdtrain.elastic.processes import (
     assign,
     choose,
     describe,
+    hold_as_much,
     in_order,
     replica_size,
 )
@@ -647,6 +648,8 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
     staying = _staying(job, waiting)
     members = in_order(choose(staying, job.max_np))
     needed = max(job.min_np, replica_size(staying))
+    if refusals := _leave_out_parted(job, members, needed, now):
+        return refusals
     if len(members) < needed:
         if job.stop_requested:
             return [EndJob(EXIT_PREEMPTED)]
@@ -668,6 +671,50 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
     numbers = tuple(p.number for p in members)
     plan = tuple(assign(members))
     return [*actions, FormGeneration(job.generations, numbers, plan, message=message)]
+
+
+def _leave_out_parted(
+    job: JobState, members: Sequence[TrainingProcess], needed: int, now: float
+) -> list[Action]:
+    """Refuse one host of each two that cannot reach each other, if the run can do without it.
+
+    The hosts that stay have the state of the run, and suffice for it with the free slots of others.
+    Otherwise all hosts try again, as often as the ranks do.
+    """
+    hosts = list(dict.fromkeys(p.host for p in members))  # that of rank 0 first
+    pairs = {
+        frozenset((p.host, other))
+        for p in members
+        if p.status is not None
+        for other in p.status.unreachable
+        if other in hosts and other != p.host
+    }
+    free = _free_slots(job, now) if pairs else []
+    stay, left_out = [*members], dict[str, str]()
+    while parted := Counter(host for pair in pairs for host in pair):
+        sizes = Counter(p.host for p in stay)
+        for host in sorted(
+            parted, key=lambda h: (parted[h], -sizes[h], hosts.index(h)), reverse=True
+        ):
+            rest = [p for p in stay if p.host != host]
+            more = sum(other not in left_out and other != host for other, _ in free)
+            if len(choose(rest, job.max_np)) + more >= needed and hold_as_much(rest, stay):
+                break
+        else:
+            return []
+        others = sorted({other for pair in pairs if host in pair for other in pair - {host}})
+        left_out[host], stay = f"{host} and {' and '.join(others)} cannot reach each other", rest
+        pairs = {pair for pair in pairs if host not in pair}
+    actions: list[Action] = []
+    for process in members:
+        if reason := left_out.get(process.host):
+            again = job.slots.pause_after_refusal(process)
+            message = f"{reason}: {process.host} is left out and tried again in {again:.0f} s"
+            said = any(action.message == message for action in actions)
+            actions.append(
+                RefuseProcess(process.number, reason, False, message="" if said else message)
+            )
+    return actions
 
 
 def _staying(job: JobState, waiting: Sequence[TrainingProcess]) -> list[TrainingProcess]:

@@ -64,7 +64,13 @@ from hvdtrain.elastic.decisions import (
 from hvdtrain.elastic.failure_detector import Silence
 from hvdtrain.elastic.heartbeats import HeartbeatReceiver
 from hvdtrain.elastic.job_record import JobRecord
-from hvdtrain.elastic.processes import Slots, TrainingProcess, assign, find_hosts
+from hvdtrain.elastic.processes import (
+    Slots,
+    TrainingProcess,
+    assign,
+    find_hosts,
+    reported_places,
+)
 from hvdtrain.elastic.rendezvous import RANKS, make_handler
 from hvdtrain.elastic.status import ProcessStatus
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER
@@ -393,6 +399,7 @@ class ElasticDriver:
         if self._heartbeats is not None:
             self._heartbeats.begin(action.processes)
         answers: dict[int, dict[str, Any]] = {}
+        places = reported_places([self._state.processes[number] for number in action.processes])
         for slot, number in zip(action.plan, action.processes, strict=True):
             answers[number] = {
                 **{name: getattr(slot, name) for name in RANKS},
@@ -400,6 +407,8 @@ class ElasticDriver:
                 "silent": self._silent,
                 "job": self._job,
             }
+            if places and slot.local_rank == 0:
+                answers[number]["places"] = places
             if self._state.processes[number].spare:
                 answers[number]["spare"] = True
         self._silent = []
@@ -431,10 +440,11 @@ class ElasticDriver:
         Returns:
             rank, size, local_rank, local_size, cross_rank, cross_size, job (a number unique to
             this job), generation and silent (the processes that fell silent in the last
-            generation). A rank of -1 excludes the process; "reason" is present if the process
-            itself is the cause. With "spare" a generation was formed without the process: if its
-            rank is -1, it waits for a later one and must ask again. "spare" is repeated until
-            the process has run again, because an answer may be lost.
+            generation); for some ranks also places, see Membership. A rank of -1 excludes the
+            process; "reason" is present if the process itself is the cause. With "spare" a
+            generation was formed without the process: if its rank is -1, it waits for a later
+            one and must ask again. "spare" is repeated until the process has run again, because
+            an answer may be lost.
         """
         deadline = time.monotonic() + seconds
         with self._changed:

@@ -52,6 +52,8 @@ class Membership:
         hosts_changed: processes wait to join or must leave: another rendezvous is due.
         line: sends this process's heartbeats.
         silent: the driver's messages about processes that fell silent in the last generation.
+        places: host -> where a rank of it listens, if the last rendezvous has failed, too; on one
+            rank of each host.
     """
 
     def __init__(self, address: str, port: int, number: int, stop: StopFlag) -> None:
@@ -61,6 +63,7 @@ class Membership:
         self.launcher = str(self._driver)
         self.line = HeartbeatSender(self._driver, number)
         self.silent: list[str] = []
+        self.places: dict[str, tuple[str, int]] = {}
         self._number = number
         self._stop = stop
         self._listening = False
@@ -145,6 +148,7 @@ class Membership:
         self.job, self.generation = assignment["job"], assignment["generation"]
         self.hosts_changed = False
         self.silent = assignment.get("silent", [])
+        self.places = assignment.get("places", {})
         self.line.join(assignment["generation"])
         if assignment["rank"] == 0 and not self._listening:
             self._listening = True  # rank 0 stays rank 0 until it ends

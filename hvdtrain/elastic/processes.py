@@ -12,7 +12,7 @@ from typing import Any
 
 from horovod.runner.common.util.hosts import SlotInfo
 
-from hvdtrain.elastic.status import ProcessStatus
+from hvdtrain.elastic.status import RENDEZVOUS, ProcessStatus
 from hvdtrain.text import plural
 
 # --- processes, and their ranks in a generation ------------------------------
@@ -125,6 +125,14 @@ def assign(processes: Sequence[TrainingProcess]) -> list[SlotInfo]:
     return plan
 
 
+def reported_places(processes: Sequence[TrainingProcess]) -> dict[str, tuple[str, int]]:
+    """Host -> where a process of it listens, if the last rendezvous of one of them has failed."""
+    statuses = [(p.host, p.status) for p in processes if p.status is not None]
+    if not any(status.failed == RENDEZVOUS for _, status in statuses):
+        return {}
+    return {host: status.place for host, status in statuses if status.place is not None}
+
+
 def describe(code: int) -> str:
     """Describe an exit code, such as "signal 9 (Killed)" or "exit code 1"."""
     number = code - 128 if code > 128 else -code
@@ -158,6 +166,16 @@ def choose(waiting: Sequence[TrainingProcess], most: int) -> list[TrainingProces
     for _ in range(len(chosen) - min(len(chosen), most) // size * size):
         chosen.remove(_least_useful(chosen, size))
     return chosen
+
+
+def hold_as_much(some: Sequence[TrainingProcess], others: Sequence[TrainingProcess]) -> bool:
+    """Whether `some` processes have the state of the run, with all shards, if `others` have it."""
+
+    def held(processes: Sequence[TrainingProcess]) -> tuple[int, set[int]]:
+        steps = [p.status.step for p in processes if p.status is not None and p.status.trained]
+        return max(steps, default=-1), set(_held(processes).values())
+
+    return held(some) == held(others)
 
 
 def _least_useful(chosen: Sequence[TrainingProcess], size: int) -> TrainingProcess:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 from horovod.runner.common.util import secret as signatures
 from horovod.runner.common.util.hosts import SlotInfo
 
-from hvdtrain.agent.connections import UnprovenConnections, report_missing_files
+from hvdtrain.agent.connections import DriverConnections
 from hvdtrain.elastic.rendezvous import Driver, handle_get, handle_report
 from hvdtrain.runtime.environment import answer_seconds
 from hvdtrain.runtime.queued_output import say
@@ -63,7 +64,7 @@ class RequestServer:
         self._refused, self._refused_at = 0, -_REFUSED_SECONDS
         self._loop = asyncio.new_event_loop()
         self._columns = asyncio.Semaphore(_COLUMNS)
-        self._unproven = UnprovenConnections(share=2)
+        self._connections = DriverConnections(2, say)
         self._stopped: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
         self._ready = threading.Event()
@@ -108,14 +109,14 @@ class RequestServer:
             self._loop.close()
 
     async def _serve_all(self) -> None:
-        report_missing_files(self._loop, say)
-        server = await asyncio.start_server(
-            self._serve, "0.0.0.0", 0, limit=_HEAD_BYTES, backlog=_BACKLOG
-        )
-        self.port = server.sockets[0].getsockname()[1]
+        listener = socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG)
+        self.port = listener.getsockname()[1]
+        serving = self._connections.serve(listener, self._serve, head_bytes=_HEAD_BYTES)
+        server = self._loop.create_task(serving)
         self._ready.set()
-        async with server:
-            await self._stopped
+        await self._stopped
+        server.cancel()
+        await asyncio.gather(server, return_exceptions=True)
 
     def _stop(self) -> None:
         if not self._stopped.done():
@@ -147,8 +148,7 @@ class RequestServer:
     ) -> _Answer | None:
         """Return the answer to a request, or None if it was sent."""
         try:
-            with self._unproven.admitted(writer):
-                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_SECONDS)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_SECONDS)
         except asyncio.LimitOverrunError:
             return _BAD
         first, *lines = head.decode("latin-1").split("\r\n")
@@ -159,6 +159,7 @@ class RequestServer:
         signature = fields.get(signatures.SIGNATURE_HEADER.lower())
         if not signatures.is_signed(self.secret, method, path, signature):
             return self._refuse(writer, first, "is not signed with the secret of this job")
+        self._connections.proven()
         length = int(fields.get("content-length") or 0)
         if not 0 <= length <= _BODY_BYTES:
             return _BAD

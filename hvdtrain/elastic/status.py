@@ -130,6 +130,8 @@ class ProcessStatus:
             if a pending step can still be applied because another process has done it.
         gpu: see `runtime.device.gpu_of`.
         works_on: after the run, it may work on for any time: a script with its own loop.
+        place: address and port at which it listens during the rendezvous, see reach.py.
+        unreachable: hosts to which its host cannot connect, if the rendezvous has failed twice.
     """
 
     identity: Identity
@@ -143,6 +145,8 @@ class ProcessStatus:
     reachable_step: int = 0
     gpu: str = ""
     works_on: bool = False
+    place: tuple[str, int] | None = None
+    unreachable: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> ProcessStatus:

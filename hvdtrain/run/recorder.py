@@ -130,7 +130,7 @@ class RunRecorder:
             sink.start(self.metrics.last_step or 0)
         self.writer = CheckpointWriter(self.manager, self.manager.newest_step(), self.events.write)
         if self.mirror is not None:
-            self.mirror.open(self.starts[0]["time"], step, self.events.write, tolerate_errors)
+            self.mirror.open(self.starts[0]["time"], step, self.events.write)
         if exporter is not None:
             _export_checkpoints(exporter, self.writer)
             if self.mirror is not None:

@@ -43,7 +43,7 @@ import torch
 from hvdtrain import log
 from hvdtrain.config import Settings
 from hvdtrain.data.config import BatchConfig
-from hvdtrain.elastic import watchdog
+from hvdtrain.elastic import reach, watchdog
 from hvdtrain.elastic.membership import (
     LostError,
     Membership,
@@ -277,7 +277,7 @@ class Session:
 
     def _prepare(self) -> None:
         settings, membership, topology = self._launched.settings, self._membership, self.topology
-        agree_to_start(settings, self._launched.digest, topology, membership)
+        agree_to_start(settings, self._launched.digest, topology, membership, self._number)
         start = Start(self._began_clock, self._local_rank, elastic=membership is not None)
         script, data = self._script, None
         if script is not None:
@@ -382,10 +382,12 @@ class Failure:
 
     Args:
         phase: the phase in which it failed, see elastic/status.py; None: it did not fail.
+        unreachable: hosts to which this host cannot connect, see elastic/reach.py.
     """
 
     phase: str | None = None
     message: str = ""
+    unreachable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -420,20 +422,25 @@ class Rejoin:
                 shut_down()
             self.strategy.leave_generation(components.exchange if components else None)
             heartbeat.HEARTBEAT.beat(Activity.RENDEZVOUS)
-            self.membership.join(partial(self._status, failure), self._set_aside)
-            # Not earlier: the listener may still report the end of the last generation until here.
-            heartbeat.HEARTBEAT.generation_over = False
-            self.persistent.phase = RENDEZVOUS
-            try:
-                with heartbeat.HEARTBEAT.waiting():
-                    threads = self.launched.settings.config.runtime.threads
-                    return initialize(threads, gpu=gpu_of(self.prepared.device))
-            except RankLostError as error:
-                logger.warning("a rank died during the rendezvous, or cannot be reached: %s", error)
-                failure = Failure(RENDEZVOUS, str(error))
+            with reach.listening() as place:
+                self.membership.join(partial(self._status, failure, place), self._set_aside)
+                # Not earlier: the listener may still report the end of the last generation.
+                heartbeat.HEARTBEAT.generation_over = False
+                self.persistent.phase = RENDEZVOUS
+                try:
+                    with heartbeat.HEARTBEAT.waiting():
+                        threads = self.launched.settings.config.runtime.threads
+                        return initialize(threads, gpu=gpu_of(self.prepared.device))
+                except RankLostError as error:
+                    logger.warning(
+                        "a rank died during the rendezvous, or cannot be reached: %s", error
+                    )
+                    parted = reach.unreachable(self.membership.places)
+                    failure = Failure(RENDEZVOUS, str(error), parted)
+        cannot = f"; here not: {', '.join(failure.unreachable)}" if failure.unreachable else ""
         raise crash(
             f"the rendezvous failed {_MAX_FAILED_RENDEZVOUS} times in a row: can the hosts reach "
-            "each other on all ports?"
+            f"each other on all ports{cannot}?"
         )
 
     def _set_aside(self) -> None:
@@ -441,7 +448,7 @@ class Rejoin:
         self.persistent.set_aside()
         self.strategy.forget_pending_step()
 
-    def _status(self, failure: Failure) -> ProcessStatus:
+    def _status(self, failure: Failure, place: tuple[str, int] | None) -> ProcessStatus:
         times, more = _VERDICT_SECONDS
         config = self.prepared.config
         own = self.strategy.status(self.persistent, self.prepared.progress.step)
@@ -457,4 +464,6 @@ class Rejoin:
             reachable_step=own.reachable_step,
             gpu=gpu_of(self.prepared.device),
             works_on=self.own_loop,
+            place=place,
+            unreachable=failure.unreachable,
         )

@@ -9,8 +9,9 @@ structure from every rank, so all ranks reach the same verdict without another c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from hvdtrain.checkpoint.mirror import check_mirror
+from hvdtrain.checkpoint.mirror import ObjectStore, check_mirror
 from hvdtrain.config import Config, Settings
 from hvdtrain.config_checks import Ranks, check_ranks
 from hvdtrain.elastic.membership import LostError, Membership
@@ -21,6 +22,7 @@ from hvdtrain.log import logger
 from hvdtrain.parallel.config import AXES
 from hvdtrain.run.placement import check_placement, placed
 from hvdtrain.run.resolve import with_global_batch
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import AgreedError, gather_json
 from hvdtrain.runtime.init import controller
@@ -28,7 +30,11 @@ from hvdtrain.runtime.mesh import Grid, Topology
 
 
 def agree_to_start(
-    settings: Settings, digest: str, topology: Topology, membership: Membership | None
+    settings: Settings,
+    digest: str,
+    topology: Topology,
+    membership: Membership | None,
+    number: int,
 ) -> None:
     """Check on all ranks that this run can start with this configuration on these ranks.
 
@@ -36,13 +42,14 @@ def agree_to_start(
 
     Args:
         digest: digest of this rank's configuration; hosts may have different YAML files.
+        number: rank of this process at its launch; in an elastic run, the driver's number of it.
 
     Raises:
         AgreedError: on all ranks; it cannot start.
     """
     failure = None
     try:
-        _check_start(settings, topology, membership)
+        _check_start(settings, topology, membership, number)
     except UserError as error:
         failure = str(error), error.exit_code
     facts = gather_json({"digest": digest, "failure": failure, "placed": placed()}, "start")
@@ -75,7 +82,9 @@ def raise_first(problems: Sequence[str]) -> None:
     raise AgreedError(problem, EXIT_USER, first)
 
 
-def _check_start(settings: Settings, topology: Topology, membership: Membership | None) -> None:
+def _check_start(
+    settings: Settings, topology: Topology, membership: Membership | None, number: int
+) -> None:
     if membership is not None:
         _check_launcher(membership)
     config, elastic = settings.config, membership is not None
@@ -92,14 +101,18 @@ def _check_start(settings: Settings, topology: Topology, membership: Membership 
         torch=recipe.installed_version("torch") or "",
     )
     check_ranks(with_global_batch(config, topology.world_size), ranks)
-    _check_mirror(config, first=topology.rank == 0 and environment.launched_rank() == 0)
+    _check_mirror(config, number, elastic)
     parallel = config.parallel
     if parallel.spans_ranks and not elastic:  # the elastic driver forms whole replicas
         Grid.of(topology.hosts, parallel.degrees, AXES)
 
 
-def _check_mirror(config: Config, first: bool) -> None:
-    """Check checkpoint.mirror; `first`: on the one rank that also contacts the store."""
+def _check_mirror(config: Config, number: int, elastic: bool) -> None:
+    """Check checkpoint.mirror; the first process of a run also contacts the store.
+
+    A run that has started with this mirror must not depend on the store, nor must a process that
+    joins it.
+    """
     mirror, run_id = config.checkpoint.mirror, config.run.id
     if mirror is None:
         return
@@ -108,8 +121,11 @@ def _check_mirror(config: Config, first: bool) -> None:
             "run.id is missing: checkpoint.mirror holds one run, which a later start continues by "
             "its name; add --run.id NAME"
         )
-    if first:
+    starts = RunDirectory(Path(config.run.root) / run_id).starts()
+    if number == 0 and not any(mirror in str(start.get("config")) for start in starts):
         check_mirror(mirror, run_id)
+    elif elastic:
+        ObjectStore(mirror)  # this process may become rank 0: is the client library installed?
 
 
 def _check_launcher(membership: Membership) -> None:

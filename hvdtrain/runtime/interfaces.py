@@ -67,5 +67,11 @@ def for_rank(launcher: str, env: MutableMapping[str, str] = os.environ) -> None:
     env.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
+def own_address(env: Mapping[str, str] = os.environ) -> str:
+    """Return the address of this host at which other ranks find this one, after `for_rank`."""
+    found = addresses_by_interface()
+    return next((found[name][0] for name in _names(env) if name in found), "127.0.0.1")
+
+
 def _names(env: Mapping[str, str]) -> list[str]:
     return [name.strip() for name in env.get(_VARIABLE, "").split(",") if name.strip()]

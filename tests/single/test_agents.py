@@ -9,18 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
 import pytest
 
-from hvdtrain.agent import driver_file
+from hvdtrain.agent import driver_file, protocol
 from hvdtrain.agent.agent import Agent, AgentSettings
 from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.agent.protocol import Channel
 from hvdtrain.errors import EXIT_PREEMPTED
 from tests.support.fleet import SECONDS, Fleet
-from tests.support.job import has_ended, poll
+from tests.support.job import has_ended, poll, running_children
 
 
 @pytest.fixture
@@ -281,6 +282,56 @@ def test_sigterm_to_an_agent_of_a_launcher_reaches_the_driver(fleet: Fleet) -> N
     fleet.wait_for_output(0, "\n")
     fleet.pid("a", "hvdtrain-keeper").send_signal(signal.SIGTERM)
     poll(lambda: fleet.signals == [("a", signal.SIGTERM)], SECONDS, f"the signal: {fleet.signals}")
+
+
+@pytest.mark.parametrize(
+    ("number", "accepts", "expected"),
+    [
+        (signal.SIGUSR1, True, {"type": "signal", "number": signal.SIGUSR1}),
+        (signal.SIGTERM, True, {"type": "leave"}),
+        (signal.SIGUSR1, False, EXIT_PREEMPTED),
+    ],
+)
+def test_signal_before_the_drivers_answer_takes_effect_after_it(
+    tmp_path: Path, number: signal.Signals, accepts: bool, expected: object
+) -> None:
+    secret, done = driver_file.new_secret(), asyncio.Event()
+    received: list[protocol.Message] = []
+
+    async def drive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            channel = await protocol.accept(reader, writer, bytes.fromhex(secret))
+            await channel.receive()
+            (process,) = running_children(lambda p: p.name() == "hvdtrain-agent", agent.pid)
+            process.send_signal(number)
+            await asyncio.sleep(0.5)
+            if accepts:
+                channel.send({"type": "welcome", "driver_timeout": 30})
+            else:
+                channel.send({"type": "refuse", "reason": "not now", "final": False})
+            while not received:
+                message = await channel.receive()
+                received.extend([message] if message["type"] != "beat" else [])
+        done.set()
+
+    async def serve() -> int:
+        nonlocal agent
+        server = await asyncio.start_server(drive, "127.0.0.1", 0)
+        driver_file.write(
+            tmp_path, DriverFile(["127.0.0.1"], server.sockets[0].getsockname()[1], secret)
+        )
+        argv = [sys.executable, "-m", "hvdtrain.cli", "agent", "--run", str(tmp_path)]
+        agent = subprocess.Popen([*argv, "--host", "a"], stderr=subprocess.DEVNULL)
+        try:
+            await asyncio.wait_for(done.wait(), SECONDS)
+            agent.send_signal(signal.SIGINT)
+            return await asyncio.to_thread(agent.wait, SECONDS)
+        finally:
+            agent.kill()
+
+    agent: subprocess.Popen[bytes]
+    code = asyncio.run(serve())
+    assert (received[0] if accepts else code) == expected, received
 
 
 def test_second_agent_of_a_host_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,6 +40,8 @@ if sys.argv[1] == "-c":  # of python
     sys.exit(exec(sys.argv[0]))
 if sys.argv[1:] == ["--version"]:
     sys.exit(print(os.environ.get("STUB_MPI", "mpirun (Open MPI) 4.1.4")))
+if "STUB_SIGNAL" in os.environ and sys.argv[1] == "run":  # the script of flux batch
+    os.kill(os.getppid(), int(os.environ["STUB_SIGNAL"]))
 with open(os.environ["STUB_CALLS"], "a") as file:
     read = [sys.stdin.read()] if sys.argv[1:4] == ["--parent", "job", "submit"] else []
     read += [open(word).read() for word in sys.argv if word.startswith("/proc/")]
@@ -154,6 +157,14 @@ def test_flux_script_starts_one_agent_per_node_and_is_resubmitted(written: Writt
     assert code == 75 and launched(words).config.run.id == "f1"
     code, calls = call(script, "flux", STUB_EXIT="2")
     assert code == 2 and len(calls) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_flux_script_is_resubmitted_after_a_signal(number: int, written: Written) -> None:
+    jobspec = json.dumps({"attributes": {"system": {"environment": {}}}})
+    env = {"STUB_EXIT": "75", "STUB_JOBSPEC": jobspec, "STUB_SIGNAL": str(int(number))}
+    code, (_, again) = call(written("flux"), "flux", **env)
+    assert code == 75 and again[:-1] == ["flux", "--parent", "job", "submit"]
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t not in ("kubernetes", "trainjob")])

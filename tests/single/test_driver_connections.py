@@ -16,41 +16,112 @@ import pytest
 import hvdtrain
 from hvdtrain.agent import protocol
 from tests.support.fleet import SECONDS, Fleet
+from tests.support.job import poll
 
 FILES, SILENT = 64, 200
 SERVER = """
-import sys
+import socket, sys, threading
+from contextlib import ExitStack
+from hvdtrain.agent import protocol
 from hvdtrain.agent.hub import Hub
 from hvdtrain.elastic.request_server import RequestServer
+from hvdtrain.runtime import queued_output
+
+def say(line):
+    print(line, file=sys.stderr, flush=True)
+
+attempts, accept = [], socket.socket.accept
+def counted(listener):
+    attempts.append(listener)
+    return accept(listener)
+socket.socket.accept = counted
+from hvdtrain.elastic import request_server
+request_server.say = say
 server = RequestServer("00")
 server.start(None)
-hub = Hub(b"0", 1, [], "/", print, print, lambda line: print(line, file=sys.stderr))
+tls = protocol.new_certificate()[0] if sys.argv[1:] == ["tls"] else None
+hub = Hub(b"0", 1, [], "/", print, print, say, tls)
 print(server.port, hub.port, flush=True)
-for line in sys.stdin:
-    open("/dev/null").close()
-    print("opened", flush=True)
+with ExitStack() as files:
+    for line in sys.stdin:
+        if line == "open\\n":
+            open("/dev/null").close()
+            print("opened", flush=True)
+        elif line == "fill\\n":
+            try:
+                while True:
+                    files.enter_context(open("/dev/null"))
+            except OSError:
+                print("filled", flush=True)
+        else:
+            print(len(attempts), flush=True)
 """
 
 
-@pytest.mark.parametrize("server", [0, 1])
-def test_silent_connections_leave_the_driver_open_files(server: int, tmp_path: Path) -> None:
-    limited = ["sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh", sys.executable, "-c", SERVER]
-    pipe = subprocess.PIPE
-    with (
-        open(tmp_path / "errors", "w") as errors,
-        subprocess.Popen(limited, stdin=pipe, stdout=pipe, stderr=errors, text=True) as process,
-        ExitStack() as stack,
-    ):
-        assert process.stdin and process.stdout
-        stack.callback(process.kill)
-        port = int(process.stdout.readline().split()[server])
+class Servers:
+    """A driver's two servers in a process that may have `FILES` open files."""
+
+    def __init__(self, errors: Path, *options: str) -> None:
+        limited = ["sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh", sys.executable, "-c", SERVER]
+        pipe = subprocess.PIPE
+        self._errors = errors
+        with open(errors, "w") as file:
+            self._process = subprocess.Popen(
+                [*limited, *options], stdin=pipe, stdout=pipe, stderr=file, text=True
+            )
+        self.ports = [int(port) for port in self._read().split()]
+
+    def ask(self, what: str) -> str:
+        assert self._process.stdin
+        self._process.stdin.write(f"{what}\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def said(self) -> list[str]:
+        return self._errors.read_text().splitlines()
+
+    def _read(self) -> str:
+        assert self._process.stdout
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.mark.parametrize(("server", "options"), [(0, []), (1, []), (1, ["tls"])])
+def test_silent_connections_leave_the_driver_open_files(
+    server: int, options: list[str], tmp_path: Path
+) -> None:
+    servers = Servers(tmp_path / "errors", *options)
+    with ExitStack() as stack:
+        stack.callback(servers.close)
         for _ in range(SILENT):
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), SECONDS))
+            where = "127.0.0.1", servers.ports[server]
+            stack.enter_context(socket.create_connection(where, SECONDS))
             time.sleep(0.001)
-        process.stdin.write("open\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "opened\n"
-        assert "Traceback" not in (tmp_path / "errors").read_text()
+        assert servers.ask("open") == "opened"
+        poll(lambda: bool(servers.said()), SECONDS, "a message")
+        (line,) = servers.said()
+        assert "do not show the secret of this job, the newest one from 127.0.0.1" in line
+
+
+@pytest.mark.parametrize("server", [0, 1])
+def test_driver_without_free_files_says_so_once_and_does_not_spin(
+    server: int, tmp_path: Path
+) -> None:
+    servers = Servers(tmp_path / "errors")
+    with ExitStack() as stack:
+        stack.callback(servers.close)
+        assert servers.ask("fill") == "filled"
+        where = "127.0.0.1", servers.ports[server]
+        stack.enter_context(socket.create_connection(where, SECONDS))
+        poll(lambda: bool(servers.said()), SECONDS, "a message")
+        first = int(servers.ask("count"))
+        poll(lambda: int(servers.ask("count")) > first, SECONDS, "another attempt")
+        assert int(servers.ask("count")) < 100
+        (line,) = servers.said()
+        assert line.startswith(f"Too many open files: the driver may have {FILES} and needs")
 
 
 def test_agent_with_a_wrong_registration_is_refused(tmp_path: Path) -> None:

@@ -479,6 +479,80 @@ def test_failed_rendezvous_of_the_first_generation_refuses_no_process() -> None:
         assert sorted(ranks["rank"] for ranks in got.values()) == [0, 1]
 
 
+def _part(job: DecidedJob, unreachable: dict[int, str], **status: Any) -> None:
+    """The rendezvous fails; a process cannot reach the host that `unreachable` has for it."""
+    failed = replace(TRAINED, failed=RENDEZVOUS, **status)
+    for number in range(len(job.ranks)):
+        hosts = tuple(filter(None, [unreachable.get(number)]))
+        job.join(number, replace(failed, unreachable=hosts))
+    job.consider(0.0)
+
+
+@pytest.mark.parametrize(
+    ("unreachable", "left_out", "lines"),
+    [
+        ({0: "b", 1: "a"}, [1], ["b and a"]),  # the younger one of two hosts
+        ({1: "a"}, [1], ["b and a"]),  # one direction
+        ({2: "b"}, [1], ["b and c"]),  # the one with fewer ranks
+        ({0: "c", 1: "c"}, [2, 3], ["c and a and b"]),  # the one that two hosts cannot reach
+        ({0: "b", 1: "c"}, [1], ["b and a and c"]),
+        ({0: "b", 1: "c", 2: "a"}, [0, 1], ["a and c", "b and a and c"]),
+    ],
+)
+def test_one_host_of_each_two_that_are_parted_is_left_out(
+    unreachable: dict[int, str], left_out: list[int], lines: list[str]
+) -> None:
+    job = _start({"a": 1, "b": 1, "c": 2})
+    _part(job, unreachable)
+    stay = [number for number in range(4) if number not in left_out]
+    assert sorted(job.ranks) == stay
+    refused = [number for number in range(4) if "reason" in (job.join(number, TRAINED) or {})]
+    assert refused == left_out
+    assert [line for line in job.messages if "is left out" in line] == [
+        f"{line} cannot reach each other: {line[0]} is left out and tried again in 60 s"
+        for line in lines
+    ]
+
+
+def test_parted_hosts_stay_if_the_run_cannot_go_on_without_one() -> None:
+    job = _start({"a": 1, "b": 1, "c": 1}, min_np=3)
+    _part(job, {0: "b"})
+    assert sorted(job.ranks) == [0, 1, 2]
+    job = _start({"a": 1, "b": 1}, replica_size=1)
+    holder = replace(TRAINED, failed=RENDEZVOUS, unreachable=("a",))
+    job.join(0, replace(NEW, failed=RENDEZVOUS))
+    _join(job, 1, status=holder)
+    assert sorted(job.ranks) == [1], "the host that has the state of the run stays"
+
+
+def test_free_slots_of_other_hosts_replace_a_host_that_is_left_out() -> None:
+    job = DecidedJob({"a": 1, "b": 1, "c": 1}, 2, 2, 2, TIMEOUT)
+    _join(job, 0, 1, status=NEW)
+    _part(job, {0: "b"})
+    for number in range(2):
+        job.join(number, TRAINED)
+    job.exit(1, 1)
+    job.consider(0.0)
+    assert [process.host for process in job.state.processes] == ["a", "b", "c"]
+    _join(job, 2, status=NEW)
+    assert sorted(job.ranks) == [0, 2]
+
+
+def test_host_that_was_left_out_is_tried_again() -> None:
+    job = _start({"a": 1, "b": 1, "c": 1})
+    _part(job, {0: "b"})
+    for number in range(3):
+        job.join(number, TRAINED)
+    job.exit(1, 1)
+    job.consider(59.0)
+    assert len(job.state.processes) == 3
+    job.consider(1.0)
+    assert job.state.processes[3].host == "b"
+    job.join(3, NEW)
+    _join(job, 0, 2)
+    assert sorted(job.ranks) == [0, 2, 3]
+
+
 def test_death_of_a_starting_process_is_not_a_failure_of_a_generation() -> None:
     job = _start({"a": 1})
     job.state.reset_limit = 0

@@ -20,7 +20,13 @@ from hvdtrain.elastic import driver as driver_module
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.failure_detector import Silence
 from hvdtrain.elastic.processes import TrainingProcess, assign, describe, in_order
-from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity, ProcessStatus
+from hvdtrain.elastic.status import (
+    RENDEZVOUS,
+    STATE_TRANSFER,
+    TRAINING,
+    Identity,
+    ProcessStatus,
+)
 from hvdtrain.run.generation import RankStatus, all_equal, most_advanced
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 from tests.support.driver_fakes import Rendezvous, SteppedDriver
@@ -434,6 +440,25 @@ def test_driver_notifies_the_other_ranks_of_a_lost_one_at_once() -> None:
         assert heartbeats.over == [(0, [0, 2])] and job.rendezvous.generations == [0, -1]
         job.fall_silent(2)
         assert heartbeats.over[1:] == [(0, [0])] and job.ended == {2}
+    finally:
+        job.close()
+
+
+def test_driver_names_the_places_of_hosts_after_a_failed_rendezvous() -> None:
+    job = SteppedDriver({"a": 2, "b": 1}, np=3, min_np=1, max_np=3, timeout=600)
+    trained = ProcessStatus(IDENTITY, trained=True, step=5)
+
+    def ask(**status: Any) -> list[Any]:
+        for number in range(3):
+            job.join(number, replace(trained, place=("10.0.0.1", number), **status))
+        job.consider(0.0)
+        return [(job.join(number, trained) or {}).get("places") for number in range(3)]
+
+    try:
+        assert ask() == [None, None, None]
+        places = {"a": ("10.0.0.1", 1), "b": ("10.0.0.1", 2)}
+        assert ask(failed=RENDEZVOUS) == [places, None, places]
+        assert ask() == [None, None, None]
     finally:
         job.close()
 

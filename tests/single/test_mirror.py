@@ -287,7 +287,7 @@ def test_second_writer_stops_the_first_and_other_runs_are_refused(
         mirrored("fresh", f"file://{tmp_path}/mirror").mirror.restore(None, fresh=True)
     other = mirrored("other", f"file://{tmp_path}/mirror")
     other.mirror.restore(None, fresh=False)
-    other.open(resumed_at=2)
+    other.open(resumed_at=2).wait()
     one.save(4)
     one.wait()
     assert one.names("mirror_lost") == [4] and _steps(one) == [2]

@@ -47,8 +47,8 @@ flux run --nodes="$(flux getattr size)" --exclusive -o exit-timeout=none \
     "${python[@]}" -m hvdtrain.cli launch --slots {{ job.ranks }} -- "${arguments[@]}" &
 launcher=$!
 
-# Flux also sends SIGUSR1 to the tasks: the ranks save and exit with 75.
-trap 'interrupted=yes' USR1
+# Flux also sends these signals to the tasks: the ranks save and exit with 75.
+trap 'interrupted=yes' USR1 USR2
 trap 'interrupted=yes ended=yes; kill -TERM "$launcher" 2>/dev/null || true' TERM
 ended=''
 while :; do

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from hvdtrain.agent.agent import Agent, AgentSettings
 from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.agent.protocol import Channel
 from hvdtrain.errors import EXIT_PREEMPTED
+from hvdtrain.run_files import owner_token
 from tests.support.fleet import SECONDS, Fleet
 from tests.support.job import has_ended, poll
 
@@ -194,6 +196,26 @@ def test_agent_without_driver_ends_its_ranks_and_exits_with_75(tmp_path: Path) -
     assert (tmp_path / "saved").exists()
     stderr = fleet.agents["a"].stderr
     assert stderr is not None and "has been away for 1 s" in stderr.read()
+
+
+def test_agent_without_driver_waits_for_its_directory(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, timeout=1)
+    fleet.agent("a")
+    fleet.start(0, "echo ready; exec sleep 600")
+    fleet.wait_for_output(0, "ready")
+    token = tmp_path / f"{owner_token.LAUNCH}owner"
+    token.mkdir()  # no driver can write it
+    held = threading.Event()
+    fleet.hub._call(held.wait, 60)  # it serves no agent meanwhile
+    time.sleep(8)  # to notice the silence takes 3 s
+    assert fleet.agents["a"].poll() is None
+    token.rmdir()
+    assert fleet.exit_code("a") == EXIT_PREEMPTED
+    held.set()
+    stderr = fleet.agents["a"].stderr
+    text = "" if stderr is None else stderr.read()
+    assert text.count("cannot be written (Is a directory)") == 1, text
+    assert text.index("can be written again") < text.index("has been away for 1 s"), text
 
 
 def test_agent_accepted_while_it_gives_up_gives_up_again_later() -> None:

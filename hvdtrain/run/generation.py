@@ -437,7 +437,10 @@ class Generation:
         membership = self._launched.membership
         interruptions = Interruptions(
             self._launched.stop,
-            lambda: membership is not None and membership.hosts_changed,
+            lambda: (
+                membership is not None
+                and (membership.hosts_changed or persistent.directory_returned)
+            ),
             self._launched.finish,
         )
         outputs = Outputs(

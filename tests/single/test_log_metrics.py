@@ -23,6 +23,7 @@ def _log(log: LogMetrics, *steps: int, loss: float = 0.0) -> None:
         loop: Any = SimpleNamespace(
             progress=progress, step_samples=1, ending=step == 100, train=train
         )
+        loop.topology = SimpleNamespace(rank=1)  # for a LogMetrics without metrics
         log.on_step(loop, record)
 
 

@@ -43,7 +43,7 @@ class LogMetrics(Callback):
     not write because of a full disk until it died or was set aside.
 
     Args:
-        metrics: None on the other ranks.
+        metrics: None on the other ranks, and on rank 0 while it has no run directory.
         recent: the last records of this process, kept from one generation to the next.
         generation: returns a generation's number for its claim; None: it has no start event.
         sinks: receive the same records as `metrics`.
@@ -87,11 +87,14 @@ class LogMetrics(Callback):
         while self._recent and self._recent[-1]["step"] >= record["step"]:
             self._recent.pop()  # the run went back to an earlier step
         self._recent.append(record)
-        if self._metrics is None or record["step"] <= (self._metrics.last_step or 0):
+        if self._metrics is not None:
+            last = self._metrics.last_step or 0
+            if record["step"] <= last:
+                return
+            for missing in [recent for recent in self._recent if recent["step"] > last]:
+                self._write(self._metrics, missing)
+        elif loop.topology.rank > 0:
             return
-        last = self._metrics.last_step or 0
-        for missing in [recent for recent in self._recent if recent["step"] > last]:
-            self._write(self._metrics, missing)
         if terminal() is not None:
             self._show_bar(loop, record)
         elif shown or time.monotonic() >= self._next_line:

@@ -24,8 +24,8 @@ from hvdtrain.text import duration, short
 
 # Without a terminal, lines are at least this far apart, so that a log stays readable.
 _SECONDS_BETWEEN_LINES = 2.0
-# The remaining time is estimated from the last records: evaluations and checkpoints count, and a
-# change of the ranks is soon forgotten.
+# The remaining time is estimated from the last records of a generation: evaluations and checkpoints
+# count.
 _RECORDS_FOR_ETA = 100
 
 # A step with one of these is logged despite train.log_every.
@@ -143,6 +143,8 @@ class LogMetrics(Callback):
 
     def _remaining_seconds(self, loop: Loop, record: StepRecord) -> float:
         last = list(self._recent)[-_RECORDS_FOR_ETA:]
+        # Another generation's may be of a host with another clock.
+        last = [recent for recent in last if recent["claim"] == record["claim"]]
         steps = last[-1]["step"] - last[0]["step"]
         # The first step of a process is slower, and is not in the difference of the times.
         elapsed = last[-1]["time"] - last[0]["time"]

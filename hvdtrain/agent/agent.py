@@ -199,6 +199,8 @@ class Agent:
         self._leaving = False
         self._finishing: asyncio.Task[None] | None = None
         self._driver: DriverFile | None = None  # of the last connection
+        self._known: DriverFile | None = None  # the same, if it is the first to try
+        self._unconfirmed = False  # the file may name another driver than that of the connection
         self._distrusts = False  # the driver's file, which another user may have changed
         self._successor: int | None = None  # pid of a driver that this agent started
         self._code: asyncio.Future[int]
@@ -239,16 +241,22 @@ class Agent:
     async def _serve_drivers(self) -> None:
         pause = _RETRY_SECONDS[0]
         while True:
-            channel = await self._find_driver()
+            # Without the file at first: a driver waits a moment only, and the disk may be slow.
+            known, self._known = self._known, None
+            channel = None if known is None else await self._reach(known)
+            self._unconfirmed = channel is not None
+            channel = channel or await self._find_driver()
             if channel is None:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _RETRY_SECONDS[1])
                 continue
-            pause = _RETRY_SECONDS[0]
+            pause, self._known = _RETRY_SECONDS[0], self._driver
             with suppress(OSError):
                 await self._obey(channel)
             self._channel = None
             channel.abort()
+            if self._silent > _QUIET_SECONDS:
+                self._known = None
 
     async def _read_driver(self) -> DriverFile | None:
         """Return where the driver is; raises as `driver_file.read`."""
@@ -277,6 +285,10 @@ class Agent:
             if self._ever or (own_launch and driver.launch == own_launch):
                 self._finish(driver.exit_code)
             return None
+        return await self._reach(driver)
+
+    async def _reach(self, driver: DriverFile) -> Channel | None:
+        """Return a connection to this driver that has accepted this agent, or None."""
         for address in driver.addresses:
             with suppress(OSError):
                 channel = await self._connect(driver, address)
@@ -498,11 +510,16 @@ class Agent:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             channel, driver = self._channel, self._driver
-            if channel is None or driver is None or self._silent <= _QUIET_SECONDS:
+            doubtful = self._silent > _QUIET_SECONDS or self._unconfirmed
+            if channel is None or driver is None or not doubtful:
                 continue
             with suppress(OSError, UserError):
                 found = await _aside(driver_file.read, run)
+                if channel is not self._channel:
+                    continue
+                self._unconfirmed = False
                 if found is not None and found.exit_code is None and found.port != driver.port:
+                    self._known = None
                     channel.abort()
 
     async def _give_up(self) -> None:

@@ -170,6 +170,19 @@ def test_processes_survive_a_broken_connection(fleet: Fleet) -> None:
     assert not fleet.said
 
 
+def test_broken_connection_returns_without_a_look_at_a_slow_disk(fleet: Fleet) -> None:
+    flag = fleet.run / "flag"
+    fleet.agent("a", env=fleet.slow_disk(flag, 4.0))
+    fleet.start(0, "echo ready; exec sleep 600")
+    fleet.wait_for_output(0, "ready")
+    flag.touch()
+    before = fleet.hub._agents["a"].channel
+    assert before is not None
+    fleet.hub._call(before.abort)
+    poll(lambda: fleet.hub._agents["a"].channel not in (None, before), SECONDS, "a connection")
+    assert 0 not in fleet.codes and not fleet.said
+
+
 def test_stopped_agent_loses_its_host_and_ends_old_processes_on_return(fleet: Fleet) -> None:
     fleet.agent("a")
     fleet.start(0, "echo $$; exec sleep 600")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
@@ -65,6 +66,10 @@ class _File(WatchedFileHandler):
     If the file cannot be opened, each line tries again. A file that was removed is made again.
     """
 
+    def __init__(self, path: Path, check: Callable[[], None]) -> None:
+        super().__init__(path, delay=True)
+        self._check = check
+
     def open(self) -> None:
         """Open the file, also if it was removed; raise OSError if that is impossible."""
         try:
@@ -78,6 +83,7 @@ class _File(WatchedFileHandler):
             raise
 
     def _open(self) -> TextIOWrapper:
+        self._check()
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
         return super()._open()
 
@@ -118,16 +124,22 @@ class _Screen(logging.Handler):
 
 def to_screen(terminal: TextIO | None) -> None:
     """Log to a terminal, or to stderr without one; for rank 0."""
+    _remove(_Screen)
     _add(_Screen(terminal))
 
 
-def to_file(directory: Path, rank: int, host: str) -> None:
+def to_file(
+    directory: Path, rank: int, host: str, check: Callable[[], None] = lambda: None
+) -> None:
     """Append log lines to rank_NNNNN.jsonl: time (unix), level, rank, host, message.
+
+    Args:
+        check: called before the file is opened or made; raises OSError if that must not be.
 
     Raises:
         OSError: the file cannot be written now; each line tries again.
     """
-    handler = _File(directory / f"rank_{rank:05d}.jsonl", delay=True)
+    handler = _File(directory / f"rank_{rank:05d}.jsonl", check)
     handler.setFormatter(_Json(rank, host))
     _add(handler)
     handler.open()

@@ -18,7 +18,10 @@ Messages, each with a "type" (see protocol.py for how they are sent):
 
 The ranks run on while the driver is away. After `driver_timeout` seconds without it they are asked
 to end. The agent then exits with 75, unless a driver that it cannot reach renews its token: the run
-continues elsewhere, and the agent waits for that driver or for the exit code of the run.
+continues elsewhere, and the agent waits for that driver or for the exit code of the run. While the
+run directory cannot be written or does not respond, no driver can begin: the time counts from when
+it can be written again. A rank that needs a driver meanwhile ends without one, and an agent without
+ranks waits for 10 times `driver_timeout`.
 
 An agent that horovodrun started knows the driver from its invitation (invitation.py), and ends its
 ranks when stdin ends. Other agents find the driver through the run directory. If it is away and
@@ -71,6 +74,10 @@ _QUIET_SECONDS = 0.75
 _UNCHANGED_SECONDS = 0.75
 _TURN_SECONDS = 0.5
 _AGAIN_SECONDS = 2.0
+# A run directory that takes longer to answer counts as one that cannot be written; and for how many
+# times `driver_timeout` an agent without ranks waits for it.
+_ANSWER_SECONDS = 10.0
+_IDLE_FACTOR = 10
 # How much longer an agent waits whose host has no rank of the current generation: the others have
 # the state of the run, and may be cut off from this host.
 _WITHOUT_STATE_SECONDS = 8.0
@@ -182,6 +189,7 @@ class Agent:
         self._ever = False  # a driver has accepted this agent
         self._away = self._silent = 0.0  # seconds without a driver; since its last message
         self._connected = 0.0  # seconds since the driver accepted this agent
+        self._refusal = ""  # why no driver can begin now
         self._signalled: float | None = None  # time of the first signal
         self._signal = 0  # the last one
         self._registering = False  # the driver may have accepted this agent already
@@ -193,6 +201,8 @@ class Agent:
         self._leaving = False
         self._finishing: asyncio.Task[None] | None = None
         self._driver: DriverFile | None = None  # of the last connection
+        self._known: DriverFile | None = None  # the same, if it is the first to try
+        self._unconfirmed = False  # the file may name another driver than that of the connection
         self._distrusts = False  # the driver's file, which another user may have changed
         self._successor: int | None = None  # pid of a driver that this agent started
         self._code: asyncio.Future[int]
@@ -209,6 +219,7 @@ class Agent:
         works: list[Coroutine[Any, Any, None]] = [self._serve_drivers(), self._watch()]
         if (path := self._settings.run) is not None:
             works += [self._leave_silent_drivers(path), self._replace_drivers(path)]
+            works.append(self._watch_directory(path))
         if self._settings.attached:
             loop.add_reader(0, self._on_input)
         tasks = [asyncio.create_task(work) for work in works]
@@ -232,17 +243,23 @@ class Agent:
     async def _serve_drivers(self) -> None:
         pause = _RETRY_SECONDS[0]
         while True:
-            channel = await self._find_driver()
+            # Without the file at first: a driver waits a moment only, and the disk may be slow.
+            known, self._known = self._known, None
+            channel = None if known is None else await self._reach(known)
+            self._unconfirmed = channel is not None
+            channel = channel or await self._find_driver()
             if channel is None:
                 self._act_on_deferred()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _RETRY_SECONDS[1])
                 continue
-            pause = _RETRY_SECONDS[0]
+            pause, self._known = _RETRY_SECONDS[0], self._driver
             with suppress(OSError):
                 await self._obey(channel)
             self._channel = None
             channel.abort()
+            if self._silent > _QUIET_SECONDS:
+                self._known = None
 
     async def _read_driver(self) -> DriverFile | None:
         """Return where the driver is; raises as `driver_file.read`."""
@@ -271,6 +288,10 @@ class Agent:
             if self._ever or (own_launch and driver.launch == own_launch):
                 self._finish(driver.exit_code)
             return None
+        return await self._reach(driver)
+
+    async def _reach(self, driver: DriverFile) -> Channel | None:
+        """Return a connection to this driver that has accepted this agent, or None."""
         for address in driver.addresses:
             with suppress(OSError):
                 channel = await self._connect(driver, address)
@@ -391,12 +412,17 @@ class Agent:
                     self._channel.abort()
                 continue
             self._away += passed
+            timeout = self._timeout
+            if self._refusal and self._signalled is None:
+                if self._ranks:  # if one needs a driver, it ends itself without one
+                    self._away = 0.0
+                timeout *= _IDLE_FACTOR
             if self._signalled is not None and self._channel is None:
                 waited = time.monotonic() - self._signalled
                 if waited > _SIGNAL_SECONDS and self._away > _SIGNAL_SECONDS:
                     self._finish(EXIT_PREEMPTED)
             ends = self._giving_up is not None or self._finishing is not None
-            if self._away > self._timeout and not ends:
+            if self._away > timeout and not ends:
                 self._giving_up = asyncio.create_task(self._give_up())
 
     def _continue_guards(self, now: float) -> None:
@@ -428,7 +454,7 @@ class Agent:
                 gone = await asyncio.wait_for(self._driver_is_gone(run), 2 * self._timeout)
             except (OSError, UserError, asyncio.TimeoutError):
                 gone = None
-            if gone is not None and self._alone():
+            if gone is not None and self._alone() and not self._refusal:
                 _say("the driver does not respond: this host tries to replace it")
                 self._successor = _start_successor(run, *gone)
             await asyncio.sleep(_AGAIN_SECONDS)
@@ -459,19 +485,48 @@ class Agent:
         found = await _aside(driver_file.read, run)
         return None if found is not None and found.exit_code is not None else (known, since)
 
+    async def _watch_directory(self, run: Path) -> None:
+        """While there is no driver, find out whether another one could write its token."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            if self._channel is not None or not self._ever:
+                self._refusal = ""
+                continue
+            look = asyncio.ensure_future(_aside(_refusal, _token_path(run)))
+            limit = min(_ANSWER_SECONDS, self._timeout / 2)
+            if look not in (await asyncio.wait({look}, timeout=limit))[0]:
+                self._note_refusal(run, "no response")
+            self._note_refusal(run, await look)  # one thread at most waits for a disk
+
+    def _note_refusal(self, run: Path, reason: str) -> None:
+        before, self._refusal = self._refusal, reason
+        if reason and not before:
+            _say(
+                f"{run} cannot be written ({reason}), so no host can replace the driver; ranks "
+                "continue to train"
+            )
+        elif before and not reason:
+            _say(f"{run} can be written again")
+            self._away = 0.0
+
     async def _token(self, run: Path) -> Token | None:
-        return await _aside(owner_token.read, run / f"{owner_token.LAUNCH}owner")
+        return await _aside(owner_token.read, _token_path(run))
 
     async def _leave_silent_drivers(self, run: Path) -> None:
         """Close the connection to a silent driver as soon as another one has replaced it."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             channel, driver = self._channel, self._driver
-            if channel is None or driver is None or self._silent <= _QUIET_SECONDS:
+            doubtful = self._silent > _QUIET_SECONDS or self._unconfirmed
+            if channel is None or driver is None or not doubtful:
                 continue
             with suppress(OSError, UserError):
                 found = await _aside(driver_file.read, run)
+                if channel is not self._channel:
+                    continue
+                self._unconfirmed = False
                 if found is not None and found.exit_code is None and found.port != driver.port:
+                    self._known = None
                     channel.abort()
 
     async def _give_up(self) -> None:
@@ -730,6 +785,25 @@ async def _aside(function: Callable[..., _T], *arguments: object) -> _T:
 
     threading.Thread(target=run, daemon=True).start()
     return await result
+
+
+def _token_path(run: Path) -> Path:
+    return run / f"{owner_token.LAUNCH}owner"
+
+
+def _refusal(token: Path) -> str:
+    """Return why a token cannot be written; "" if it can, or if there is none."""
+    try:
+        file = os.open(token, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.utime(file)
+        finally:
+            os.close(file)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _start_successor(run: Path, token: Token, since: float) -> int:

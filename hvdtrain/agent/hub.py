@@ -11,7 +11,8 @@ The hub of horovodrun starts agents itself (`start_agents_with`): a process on a
 agent waits for one. The end of what started the agent (ssh) ends its processes.
 
 The hub of a driver that replaces another one expects the agents of the job with their processes
-(`adopt`), and gives up those that do not register (`give_up_missing`). `set_order` sends the agents
+(`adopt`), and gives up those that do not register (`give_up_missing`): at once if a process needs
+the driver, because it may have lost one of theirs. `set_order` sends the agents
 when each of them may replace this driver.
 """
 
@@ -242,16 +243,33 @@ class Hub:
         with self._hosts:
             self._slots = dict(hosts)
 
-    def give_up_missing(self, seconds: float) -> None:
+    def give_up_missing(
+        self,
+        seconds: float,
+        patience: float = 0.0,
+        well: Callable[[], bool] = lambda: True,
+        gone: str = "",
+    ) -> None:
         """Wait for the agents that `adopt` expects, then give up the others and their processes.
 
         Args:
             seconds: from one agent to the next one. A thousand agents do not return at once.
+            patience: seconds in all, while processes run that no missing host can have left.
+            well: whether no process has ended or requests anything: the processes of missing
+                hosts run, too, and their agents are only late, such as on a slow disk.
+            gone: host that is not waited for so long if it had processes.
         """
-        with self._hosts:
-            while count := len(self._expected):
-                if not self._hosts.wait_for(lambda: len(self._expected) != count, seconds):
-                    break
+        deadline = time.monotonic() + patience
+        while count := len(self._expected):
+            with self._hosts:
+                if self._hosts.wait_for(lambda: len(self._expected) != count, seconds):
+                    continue
+            late = {host for host, processes in tuple(self._expected.items()) if processes}
+            runs = any(agent.processes for agent in tuple(self._agents.values()))
+            waits = late and gone not in late and runs and well()
+            if not waits or time.monotonic() > deadline:
+                break
+            seconds = _LOOK_SECONDS
         done = threading.Event()
         self._call(self._give_up_missing, done)
         done.wait(_FINISH_SECONDS)

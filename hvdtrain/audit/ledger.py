@@ -31,6 +31,7 @@ _MOST_STEPS = 1 << 32
 _MOST_SAMPLES = 1 << 30
 _MOST_POSITION = _MOST_STEPS * _MOST_SAMPLES
 _MOST_SECONDS = 1e11  # a date in the year 5138
+_CLOCK_SECONDS = 5.0  # smaller differences of clocks are ignored
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class StartEvent:
         former_fingerprint: the fingerprint that older versions of hvdtrain wrote for the same data.
         rollbacks: returns to a checkpoint because of a loss spike, see engine/spikes.py.
         spike: the spike because of which this start returned to a checkpoint, if any.
+        seen: (step, time) of the last lines of metrics before this start, by the clock of the host
+            that wrote it.
         samples_compared: of data without a fingerprint, how many samples the ranks compared.
     """
 
@@ -86,6 +89,7 @@ class StartEvent:
     former_fingerprint: str | None = None
     rollbacks: list[list[int]] = field(default_factory=list)
     spike: dict[str, float | None] | None = None
+    seen: list[list[float]] = field(default_factory=list)
     samples_compared: int | None = None
 
     def __post_init__(self) -> None:
@@ -116,6 +120,16 @@ class StartEvent:
             _in_range("rollbacks", spike, to + 1, _MOST_STEPS)
             _in_range("rollbacks", batches, 1, _MOST_STEPS)
         _in_range("rollbacks", passed_over(self.rollbacks), 0, _MOST_STEPS // 2)
+        for seen in self.seen:
+            if len(seen) != 2:
+                raise ValueError(f"seen has {shown(seen)}")
+            _in_range("seen", seen[0], 0, _MOST_STEPS)
+            _in_range("seen", seen[1], -_MOST_SECONDS, _MOST_SECONDS)
+
+    @property
+    def first_host(self) -> str:
+        """Host of rank 0, by whose clock the times are."""
+        return next((host for host, ranks in self.hosts.items() if 0 in ranks), "")
 
     @cached_property
     def micro_batches(self) -> Buckets | None:
@@ -225,18 +239,20 @@ class GenerationRecord:
 
 @dataclass
 class Ledger:
-    """A run. Times are corrected so that they never decrease.
+    """A run. Times are corrected so that they never decrease, and all are by the first clock.
 
     Args:
         generations: in the order of their starts
         saved: steps of the finished checkpoints on disk
         strays: steps of lines whose generation has no start event
+        clocks: sentences about clocks that differ or were set back
     """
 
     path: Path
     generations: list[GenerationRecord]
     saved: list[int]
     strays: list[int]
+    clocks: list[str]
 
     @property
     def began(self) -> float:
@@ -263,7 +279,7 @@ def read(path: Path) -> Ledger:
         events = read_lines(directory.events)
         generations = _generations(events)
         strays = _assign(_lines(directory), generations)
-        _correct_times(generations)
+        clocks = _correct_times(generations)
         configs = configured(read_json(directory.manifest)["starts"])
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
@@ -274,7 +290,7 @@ def read(path: Path) -> Ledger:
     for generation in generations:
         start = generation.start
         generation.log_every = start.log_every or _log_every(configs, start.time, directory)
-    return Ledger(path, generations, _saved(directory), strays)
+    return Ledger(path, generations, _saved(directory), strays, clocks)
 
 
 def _generations(events: list[dict[str, Any]]) -> list[GenerationRecord]:
@@ -362,33 +378,90 @@ def _assign(lines: list[MetricsLine], generations: list[GenerationRecord]) -> li
     return strays
 
 
-def _correct_times(generations: list[GenerationRecord]) -> None:
-    """Shift the times after a clock was set back, or after a change to a host with a slow clock.
+def _correct_times(generations: list[GenerationRecord]) -> list[str]:
+    """Convert all times to the first host's clock; return what was found out about clocks.
 
-    The shift leaves the time that is known to have passed, for a start or for steps.
+    The clocks of two hosts are compared by a step for which both have a time. Without one, times
+    only change after a clock was set back, or after a change to a host with a slow clock: the shift
+    leaves the time that is known to have passed, for a start or for steps.
     """
-    now, shift = -math.inf, 0.0
-
-    def corrected(time: float, passed: float) -> float:
-        nonlocal now, shift
-        if time + shift < now:
-            shift = now + passed - time
-        now = time + shift
-        return now
-
-    for generation in generations:
-        start = generation.start
+    clock, times, found = _Clock(), dict[int, float](), list[str]()
+    host = generations[0].start.first_host if generations else ""
+    for number, generation in enumerate(generations):
+        start, before, back = generation.start, host, clock.set_back
+        host = start.first_host
+        ahead = clock.compare(start.seen, times)
+        if ahead:
+            found.append(
+                f"generation {number}: the clock of {host} is {abs(ahead):.1f} s "
+                f"{'ahead of' if ahead > 0 else 'behind'} the clock of {before}, which is left out"
+            )
         seconds = max(0.0, start.seconds)
-        start = replace(start, time=corrected(start.time, seconds), seconds=seconds)
+        start = replace(start, time=clock.read(start.time, seconds), seconds=seconds)
         generation.start, step = start, start.step
-        for number, line in enumerate(generation.lines):
-            time = corrected(line.time, max(0, line.step - step) * line.step_seconds)
+        # The next rank 0 may have written lines of this generation, with its own times.
+        following = generations[number + 1 : number + 2]
+        others = {(*seen,) for one in following for seen in one.start.seen}
+        for at, line in enumerate(generation.lines):
+            passed = max(0, line.step - step) * line.step_seconds
+            if (line.step, line.time) in others and following[0].start.first_host != host:
+                time = clock.pass_(passed)
+            else:
+                time = clock.read(line.time, passed)
+                times[line.step] = time
             if time != line.time:
-                generation.lines[number] = replace(line, time=time)
+                generation.lines[at] = replace(line, time=time)
             step = line.step
         for at, time in generation.events:
-            now = max(now, time + shift) if at >= step else now
-        generation.last_time = now
+            clock.now = max(clock.now, time + clock.shift) if at >= step else clock.now
+        generation.last_time = clock.now
+        if clock.set_back > back:
+            found.append(
+                f"generation {number}: a clock was set back by {clock.set_back - back:.1f} s, "
+                "which is left out"
+            )
+    return found
+
+
+class _Clock:
+    """Times of one host after another, as times of the first one, which never decrease.
+
+    Attributes:
+        now: the last time.
+        shift: seconds to add to a time of the present host.
+        set_back: seconds by which times decreased, if each decrease is noticeable.
+    """
+
+    def __init__(self) -> None:
+        self.now, self.shift, self.set_back = -math.inf, 0.0, 0.0
+
+    def read(self, time: float, passed: float) -> float:
+        """Convert a time; `passed`: known seconds since the last one."""
+        if time + self.shift < self.now:
+            back = self.now - time - self.shift
+            self.set_back += back if back > _CLOCK_SECONDS else 0.0
+            self.shift = self.now + passed - time
+        self.now = time + self.shift
+        return self.now
+
+    def pass_(self, seconds: float) -> float:
+        self.now += seconds
+        return self.now
+
+    def compare(self, seen: list[list[float]], times: dict[int, float]) -> float:
+        """Adopt the clock of another host; return how far it is ahead of the last one's.
+
+        Args:
+            seen: (step, time) by the clock of that host.
+            times: step -> its converted time.
+        """
+        for step, time in seen:
+            if step in times:
+                ahead = time + self.shift - times[int(step)]
+                if abs(ahead) > _CLOCK_SECONDS:
+                    self.shift -= ahead
+                    return ahead
+        return 0.0
 
 
 def _saved(directory: RunDirectory) -> list[int]:

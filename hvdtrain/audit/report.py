@@ -62,6 +62,7 @@ class Audit:
             "goodput": self.goodput.share,
             "wall_seconds": self.goodput.wall,
             "seconds": self.goodput.parts,
+            "clocks": self.ledger.clocks,
         }
         return json.dumps(content, indent=1)
 
@@ -268,4 +269,4 @@ def _time(audit: Audit) -> list[str]:
     for name, seconds in goodput.parts.items():
         share = seconds / goodput.wall if goodput.wall > 0 else 0.0
         lines.append(f"  {seconds:10.1f} s  {share:6.1%}  {PARTS[name]}")
-    return lines
+    return [*lines, *(f"  {sentence}" for sentence in audit.ledger.clocks)]

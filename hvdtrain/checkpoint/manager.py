@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -152,10 +153,11 @@ class FilesOfRank:
 
     Args:
         root: RUN/checkpoints.
+        check: raises OSError if nothing must be written there now.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, check: Callable[[], None] = lambda: None) -> None:
+        self._root, self._check = root, check
 
     def has(self, step: int) -> bool:
         """Always False: rank 0 does not request a save of an existing checkpoint."""
@@ -167,7 +169,18 @@ class FilesOfRank:
         Raises:
             OSError: they could not be written.
         """
+        self._check()
         write_own_files(self._root, checkpoint)
+
+
+class NoFiles:
+    """Stands for the checkpoints of a run whose directory is not there: each save fails."""
+
+    def has(self, step: int) -> bool:
+        return False
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        raise OSError(errno.ENODEV, "the disk of the run directory is not mounted")
 
 
 def _delete_each(find: Callable[[], Iterable[Path]]) -> None:

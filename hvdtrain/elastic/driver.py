@@ -258,6 +258,13 @@ class ElasticDriver:
                 return False
             return not self._hosts.isdisjoint(lost_hosts)
 
+    def undisturbed(self) -> bool:
+        """Whether all ranks of the current generation run and need nothing from the driver."""
+        with self._changed:
+            alive = self._state.alive()
+            running = all(process.state == "running" for process in alive)
+            return running and len(alive) == len(self._places)
+
     def exited(self, number: int, code: int) -> None:
         """Record the end of a process that another driver started."""
         self._on_exit(self._state.processes[number], code)

@@ -173,6 +173,7 @@ def read(path: Path) -> RecordedRun:
         found = _ledger(directory, missing)
         losses = [f"loss_{name}" for name in sources_of(found)]
         steps, validation = _steps(directory, losses, missing)
+        _correct_times(steps, found)
         run = RecordedRun(
             path=path,
             steps=steps,
@@ -222,10 +223,12 @@ def _ledger(directory: RunDirectory, missing: list[str]) -> ledger.Ledger | None
         )
         return None
     try:
-        return ledger.read(directory.path)
+        found = ledger.read(directory.path)
     except UserError as error:
         missing.append(f"Restarts, goodput and checkpoints are unknown: {error}.")
         return None
+    missing += [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in found.clocks]
+    return found
 
 
 def _complete_lines(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
@@ -277,6 +280,16 @@ def _steps(
     if not columns["step"]:
         missing.append("metrics.jsonl has no complete line: no step was logged.")
     return {name: np.array(column) for name, column in columns.items()}, validation
+
+
+def _correct_times(steps: dict[str, Column], found: ledger.Ledger | None) -> None:
+    """Convert times to the clock of the first host, as the ledger does."""
+    if found is None or not found.clocks:
+        return
+    lines = [line for generation in found.generations for line in generation.lines if line.kept]
+    times = {line.step: line.time for line in lines}
+    pairs = zip(steps["step"].tolist(), steps["time"].tolist(), strict=True)
+    steps["time"] = np.array([times.get(int(step), time) for step, time in pairs])
 
 
 def _ranks(

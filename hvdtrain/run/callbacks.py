@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.checkpoint.manager import FilesOfRank
+from hvdtrain.checkpoint.manager import FilesOfRank, NoFiles
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Config
 from hvdtrain.data.validation import ValidationData
@@ -207,9 +207,11 @@ def build_saving(components: RunComponents, outputs: Outputs, context: RankConte
     if recorder is not None and group.rank == 0:  # a former rank 0 also has a recorder
         return Saving(state, group, recorder.writer, recorder.bring_to_disk)
     writer = None
-    if state.of_scope("local", "sharded"):
-        files = FilesOfRank(outputs.directory.checkpoints)
-        writer = CheckpointWriter(files)
+    if group.rank == 0:
+        writer = CheckpointWriter(NoFiles())
+    elif state.of_scope("local", "sharded"):
+        directory = outputs.directory
+        writer = CheckpointWriter(FilesOfRank(directory.checkpoints, directory.ownership.recognize))
     return Saving(state, group, writer, _nothing)
 
 

@@ -51,6 +51,7 @@ from hvdtrain.telemetry.exporter import ExporterAddress, write_targets
 from hvdtrain.text import encodable, plural, styled
 from hvdtrain.untrusted import printable_lines
 
+_SEEN = 3  # last records of a start event, by which clocks of two hosts are compared
 _OPTIMIZER_VALUES = 2  # per parameter, as AdamW keeps
 # Interval of the turns while rank 0 waits for an upload, see `Generation._wait_for_mirror`.
 _TURN_SECONDS = 1.0
@@ -411,6 +412,7 @@ class Generation:
                 "seconds": time.time() - self._cause.since,
                 "silent": membership.silent if membership else [],
                 "residuals_lost": self._residuals_lost(source),
+                "seen": [[r["step"], r["time"]] for r in [*self._persistent.recent][-_SEEN:]],
                 **({} if spiked is None else {"spike": Spike(**spiked).facts()}),
                 **({} if self._lost_step is None else {"lost_step": self._lost_step}),
                 **({"damaged_copies": damaged} if damaged else {}),
@@ -437,7 +439,10 @@ class Generation:
         membership = self._launched.membership
         interruptions = Interruptions(
             self._launched.stop,
-            lambda: membership is not None and membership.hosts_changed,
+            lambda: (
+                membership is not None
+                and (membership.hosts_changed or persistent.directory_returned)
+            ),
             self._launched.finish,
         )
         outputs = Outputs(

@@ -6,10 +6,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 
 from hvdtrain import log
@@ -45,6 +46,7 @@ _LAST_SAVE_SECONDS = 10.0
 # For the mirror's copy of the end event; other ranks wait meanwhile.
 _LAST_RECORDS_SECONDS = 10.0
 _RECENT = 1000  # records of steps
+_RETURN_SECONDS = 1.0  # between two looks for a directory whose disk is not mounted
 
 
 class RunRecorder:
@@ -165,6 +167,11 @@ class RunRecorder:
         Raises:
             UserError: there is no such checkpoint, or no complete one.
         """
+        if begun:
+            try:
+                self.directory.ownership.recognize()
+            except OSError as error:
+                raise UserError(f"{self.directory.path}: {error.strerror}") from None
         if resume == "never" and not begun:
             return None
         if resume in ("auto", "never"):
@@ -423,6 +430,8 @@ class PersistentState:
             not continue from copies.
         damaged_copies: copies in memory that were found damaged since the last start event.
         phase: phase of the generation, see elastic/status.py.
+        directory_returned: rank 0 continued without the run directory, which is there again:
+            another generation opens it.
     """
 
     def __init__(
@@ -445,6 +454,8 @@ class PersistentState:
         self.copied_step: int | None = None
         self.damaged_copies: list[str] = []
         self.phase = RENDEZVOUS
+        self.directory_returned = False
+        self._waits: Thread | None = None  # for the return of the directory
         self._log_of: Topology | None = None  # the generation whose log is open
 
     def new_run_id(self) -> str:
@@ -472,9 +483,13 @@ class PersistentState:
         Raises:
             UserError: the directory cannot be written, or belongs to another process.
         """
-        if self._log_of == topology:
+        if topology.rank > 0:
+            with suppress(OSError):  # rank 0 has made it, at the latest before the second call
+                self.directory.ownership.recognize()
+        if self._log_of == topology and not self.directory_returned:
             return
-        if topology.rank == 0 and self.recorder is None:
+        self.directory_returned = False
+        if topology.rank == 0 and self.recorder is None and not self._is_away(tolerate_errors):
             fresh = self._config.run.resume == "never" and not (tolerate_errors or begun)
             self.claim = claim or self.claim
             self.directory.prepare(fresh, self.claim, tolerate_errors)
@@ -491,6 +506,33 @@ class PersistentState:
         if setting := self._config.depends_on_ranks:
             logger.info("the curve depends on the number of ranks: %s", setting)
 
+    def _is_away(self, tolerate_errors: bool) -> bool:
+        """Whether rank 0 must continue without the run directory, because its disk is away."""
+        if not tolerate_errors:
+            return False
+        try:
+            self.directory.ownership.recognize()
+        except OSError as error:
+            log.to_screen(terminal())
+            logger.error(
+                "%s: %s; training continues without checkpoints until it is there again",
+                self.directory.path,
+                error.strerror,
+            )
+            if self._waits is None or not self._waits.is_alive():
+                self._waits = Thread(target=self._wait_for_return, daemon=True)
+                self._waits.start()
+            return True
+        return False
+
+    def _wait_for_return(self) -> None:
+        while self.recorder is None:
+            time.sleep(_RETURN_SECONDS)
+            with suppress(OSError):
+                self.directory.ownership.recognize()
+                self.directory_returned = True
+                return
+
     def _build_mirror(self) -> Mirror | None:
         config = self._config.checkpoint
         if config.mirror is None:
@@ -501,13 +543,14 @@ class PersistentState:
         logs = self.directory.logs
         log.close_files()
         try:
-            log.to_file(logs, topology.rank, topology.host)
-            if self._watchdog is not None:
-                self._watchdog.write_to(logs / f"hang_{topology.host}_{self._local_rank}.txt")
+            recognize = self.directory.ownership.recognize
+            log.to_file(logs, topology.rank, topology.host, partial(recognize, tolerate_errors))
         except OSError as error:
             if not tolerate_errors:
                 raise UserError(f"{logs}: cannot be written ({error.strerror})") from None
             logger.error("%s: cannot be written (%s); training continues", logs, error.strerror)
+        if self._watchdog is not None:
+            self._watchdog.write_to(logs / f"hang_{topology.host}_{self._local_rank}.txt")
 
     def has_stuck_thread(self) -> bool:
         """Whether a hanging thread would keep this process from ending."""

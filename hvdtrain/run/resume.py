@@ -19,7 +19,7 @@ from hvdtrain.config import Config
 from hvdtrain.data.files import FileFacts, files_of, first_change
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.spikes import MOST_ROLLBACKS, Spike, rolled_back
-from hvdtrain.errors import EXIT_NOT_FINITE, UserError
+from hvdtrain.errors import EXIT_NOT_FINITE, UserError, crash
 from hvdtrain.log import logger
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.huggingface import from_huggingface
@@ -130,7 +130,8 @@ def roll_back(
 def _newest(config: Config, persistent: PersistentState) -> Checkpoint | None:
     """Return the newest intact checkpoint on rank 0."""
     recorder = persistent.recorder
-    assert recorder is not None
+    if recorder is None:
+        return None
     with heartbeat.HEARTBEAT.waiting():
         recorder.wait_for_save()
     try:
@@ -176,6 +177,8 @@ def _load(
     if lost and recorder is not None:  # it may be writing one now
         with heartbeat.HEARTBEAT.waiting():
             recorder.wait_for_save()
+    if recorder is None and group.rank == 0:
+        raise crash(f"{persistent.directory.path}: the disk of the run directory is not mounted")
     checkpoint = recorder.choose(config.run.resume, lost) if recorder else None
     if persistent.newest is not None and group.rank == 0:
         _say_lost(components, checkpoint, persistent.newest)

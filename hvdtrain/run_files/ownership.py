@@ -124,6 +124,27 @@ class Ownership:
             if known is not None and self._seen == known:
                 self._seen_at = min(self._seen_at, since)
 
+    def recognize(self, strict: bool = True) -> None:
+        """Check that the path names the directory of the run, and remember its disk.
+
+        Without its mount, the path names an empty directory, in which a run would begin again. A
+        disk that is mounted again may have another number, and contains the token.
+
+        Args:
+            strict: a directory without a token, whose disk is not known, is refused, too.
+
+        Raises:
+            OSError: it names another directory, or cannot be read.
+        """
+        self._recognize(read(self._token_path), strict)
+
+    def _recognize(self, token: Token | None, strict: bool = True) -> None:
+        device = _device(self.directory)
+        if token is not None or device == self._device:
+            self._device = device
+        elif strict or self._device is not None:
+            raise OSError(errno.ENODEV, "the disk of the run directory is not mounted")
+
     def acquire(self, claim: Claim, tolerate_errors: bool = False) -> None:
         """Create the directory, and own the run until `release` or the end of the process.
 
@@ -136,8 +157,11 @@ class Ownership:
         Raises:
             UserError: another process trains this run; or, with exit code 1, a later generation of
                 this job does.
-            OSError: the directory cannot be written.
+            OSError: the directory cannot be written, or its disk, which this process has seen, is
+                not mounted.
         """
+        if not tolerate_errors:
+            self.recognize(strict=False)
         own = Token(
             owner=secrets.token_hex(8),
             job=claim.job,
@@ -156,7 +180,7 @@ class Ownership:
                 self._report(error)
         self._mine = own
         with suppress(OSError):  # the first heartbeat that succeeds tells it
-            self._device = _device(self.directory)
+            self.recognize()
         self._looked_at = now()
         self._thread = threading.Thread(target=self._beat_on, name="owner", daemon=True)
         self._thread.start()
@@ -291,12 +315,7 @@ class Ownership:
         began, token = now(), read(self._token_path)
         if token is not None and not self._is_mine(token):
             self._lose(token)
-        # Without its mount, the path names an empty directory, in which a run would begin again.
-        # A disk that is mounted again may have another number, and contains the token.
-        device = _device(self.directory)
-        if token is None and device != self._device is not None:
-            raise OSError(errno.ENODEV, "the disk of the run directory is not mounted")
-        self._device = device
+        self._recognize(token)
         if not self._pace.lease:
             self._note_check(began)
         self._prepare(self._mine)  # the previous holder of the lock may have exited

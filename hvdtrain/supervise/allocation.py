@@ -272,7 +272,8 @@ class AllocationDriver:
                 handle(number, self._on_own_signal)
             _say(f"{socket.gethostname()} runs the driver now: {who(known)} does not respond")
             job = state["job"]
-            return self._serve(lease, content, None if job is None else job_record.parse(job))
+            found = None if job is None else job_record.parse(job)
+            return self._serve(lease, content, found, before=known.host)
 
     def _serve(
         self,
@@ -280,8 +281,14 @@ class AllocationDriver:
         content: DriverFile,
         found: JobRecord | None,
         ready: int | None = None,
+        before: str = "",
     ) -> int:
-        """Drive the job to its end; `found`: what another driver has started, or None."""
+        """Drive the job to its end.
+
+        Args:
+            found: what another driver has started, or None.
+            before: host of that driver.
+        """
         plan, code = self._plan, EXIT_CRASH
         raise_file_limit()
         tls, certificate = protocol.new_certificate() if plan.tls else (None, "")
@@ -312,7 +319,7 @@ class AllocationDriver:
             if ready is not None:
                 os.write(ready, b"1")
                 os.close(ready)
-            code = self._drive(hub, content, found, lease)
+            code = self._drive(hub, content, found, before)
         finally:
             if lease.held(_CHECK_SECONDS):
                 with suppress(OSError):
@@ -326,7 +333,7 @@ class AllocationDriver:
         hub: Hub,
         content: DriverFile,
         found: JobRecord | None,
-        lease: Ownership,
+        before: str,
     ) -> int:
         plan = self._plan
         if found is not None:
@@ -364,7 +371,12 @@ class AllocationDriver:
             _write(plan.run, content)  # agents and ranks connect from here on
             # They read the file first: on a slow disk that takes them as long as this driver.
             took = time.monotonic() - began
-            hub.give_up_missing(max(_RETURN_SECONDS, _READS * took))
+            hub.give_up_missing(
+                max(_RETURN_SECONDS, _READS * took),
+                plan.driver_timeout,
+                lambda: driver.undisturbed() and not self._signals,
+                before,
+            )
         ready.set()
         driver.discover()
         with self._signal_lock:

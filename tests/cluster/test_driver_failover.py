@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,19 @@ class AgentJob(DisturbedRun):
             raise AssertionError(f"{error}: {self.output()}") from None
         return file.stat().st_mtime
 
+    @contextmanager
+    def read_only(self) -> Iterator[None]:
+        """Make the run directory read-only on all hosts; open files can still be written."""
+        run = str(self.run)
+        for host, again in itertools.product(filter(self.cluster.is_up, HOSTS), (False, True)):
+            how = ["-o", "remount,bind,ro", run] if again else ["--bind", run, run]
+            assert self.cluster.run(host, ["mount", *how]).returncode == 0
+        try:
+            yield
+        finally:
+            for host in filter(self.cluster.is_up, HOSTS):
+                self.cluster.run(host, ["umount", "--lazy", run])
+
     def longest_step(self, since: float) -> float:
         """The longest time between two steps since a unix time, in seconds."""
         times = [line["time"] for line in self.lines() if line["time"] > since - PAUSE_SECONDS]
@@ -182,6 +196,16 @@ def test_stopped_driver_steps_down_when_it_continues(job: AgentJob) -> None:
         os.kill(old.pid, signal.SIGCONT)
     poll(lambda: old not in job.cluster.processes(old.host), 5, "the end of the old driver")
     assert "was taken over by" in job.output() or "could not be renewed" in job.output()
+    check_no_pause(job, began, ranks)
+
+
+def test_ranks_train_on_while_the_run_directory_is_read_only(job: AgentJob) -> None:
+    ranks, before, began, old = job.cluster.ranks(), job.token(), time.time(), job.driver()
+    with job.read_only():
+        poll(lambda: old not in job.cluster.processes(old.host), 30, "the end of the driver")
+        time.sleep(DRIVER_TIMEOUT + 3)
+        assert job.cluster.ranks() == ranks, job.output()
+    job.wait_for_another_driver(before)
     check_no_pause(job, began, ranks)
 
 

@@ -1,7 +1,8 @@
-"""A full disk while ranks die: training continues with the state that survives."""
+"""A disk that is full or not mounted while ranks die: training continues with the state."""
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ import pytest
 
 from hvdtrain.checkpoint.layout import finished
 from tests.support.cluster import Cluster
-from tests.support.faults import ElasticJob
+from tests.support.faults import ElasticJob, assert_clean
+from tests.support.small_disk import SmallDisk
 
 
 @contextmanager
@@ -68,3 +70,34 @@ def test_run_with_a_full_disk_survives_the_deaths_of_ranks(
         for line in lines:
             assert line["loss"] == pytest.approx(reference[line["step"] - 1]["loss"], rel=1e-4)
         running.job.kill()
+
+
+def test_run_is_not_begun_in_a_mount_point_by_a_new_rank_0(
+    cluster: Cluster, job: Callable[..., ElasticJob], runs: Path
+) -> None:
+    mount = runs / "disk"
+    disk = SmallDisk(cluster, ["node1", "node2"], mount)
+    arguments = f"--checkpoint.every 15 --run.root {mount}"
+    running = job(hosts="node1:1 node2:2", np=3, arguments=arguments)
+    running.run = disk.here / "case"
+    running.wait_for_step(20)
+    kept = os.open(disk.here, os.O_RDONLY)  # the disk exists as long as someone uses it
+    for host in ("node1", "node2"):
+        assert cluster.run(host, ["umount", "--lazy", str(mount)], cwd=Path("/")).returncode == 0
+    running.kill(0)
+    running.job.wait_for("disk of the run directory is not mounted; training continues", 60)
+    running.wait_until(lambda: len(running.numbers()) == 3, 60, "a process that joins")
+    _wait_for_more(running)
+    assert "not be written (OSError: [Errno 19] the disk" in running.job.output()
+    assert not list(mount.iterdir()), "a part of the run is in the mount point"
+    for host in ("node1", "node2"):
+        disk.mount(host)
+    os.close(kept)
+    name = f"step_{_shown(running) + 30:08}"
+    running.wait_until(lambda: finished(running.run / "checkpoints")[-1].name > name, 60, name)
+    running.job.kill()
+    lines = running.lines()
+    assert [line["step"] for line in lines] == [*range(1, len(lines) + 1)]
+    assert_clean(running.run)
+    for host in ("node1", "node2"):
+        cluster.run(host, ["umount", "--lazy", str(mount)], cwd=Path("/"))

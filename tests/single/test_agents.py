@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +21,7 @@ from hvdtrain.agent.agent import Agent, AgentSettings
 from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.agent.protocol import Channel
 from hvdtrain.errors import EXIT_PREEMPTED
+from hvdtrain.run_files import owner_token
 from tests.support.fleet import SECONDS, Fleet
 from tests.support.job import has_ended, poll, running_children
 
@@ -169,6 +171,19 @@ def test_processes_survive_a_broken_connection(fleet: Fleet) -> None:
     assert not fleet.said
 
 
+def test_broken_connection_returns_without_a_look_at_a_slow_disk(fleet: Fleet) -> None:
+    flag = fleet.run / "flag"
+    fleet.agent("a", env=fleet.slow_disk(flag, 4.0))
+    fleet.start(0, "echo ready; exec sleep 600")
+    fleet.wait_for_output(0, "ready")
+    flag.touch()
+    before = fleet.hub._agents["a"].channel
+    assert before is not None
+    fleet.hub._call(before.abort)
+    poll(lambda: fleet.hub._agents["a"].channel not in (None, before), SECONDS, "a connection")
+    assert 0 not in fleet.codes and not fleet.said
+
+
 def test_stopped_agent_loses_its_host_and_ends_old_processes_on_return(fleet: Fleet) -> None:
     fleet.agent("a")
     fleet.start(0, "echo $$; exec sleep 600")
@@ -195,6 +210,26 @@ def test_agent_without_driver_ends_its_ranks_and_exits_with_75(tmp_path: Path) -
     assert (tmp_path / "saved").exists()
     stderr = fleet.agents["a"].stderr
     assert stderr is not None and "has been away for 1 s" in stderr.read()
+
+
+def test_agent_without_driver_waits_for_its_directory(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, timeout=1)
+    fleet.agent("a")
+    fleet.start(0, "echo ready; exec sleep 600")
+    fleet.wait_for_output(0, "ready")
+    token = tmp_path / f"{owner_token.LAUNCH}owner"
+    token.mkdir()  # no driver can write it
+    held = threading.Event()
+    fleet.hub._call(held.wait, 60)  # it serves no agent meanwhile
+    time.sleep(8)  # to notice the silence takes 3 s
+    assert fleet.agents["a"].poll() is None
+    token.rmdir()
+    assert fleet.exit_code("a") == EXIT_PREEMPTED
+    held.set()
+    stderr = fleet.agents["a"].stderr
+    text = "" if stderr is None else stderr.read()
+    assert text.count("cannot be written (Is a directory)") == 1, text
+    assert text.index("can be written again") < text.index("has been away for 1 s"), text
 
 
 def test_agent_accepted_while_it_gives_up_gives_up_again_later() -> None:

@@ -21,6 +21,7 @@ from hvdtrain.audit.lineage import check_order
 from hvdtrain.audit.report import audit
 from hvdtrain.data.order import ShuffledOrder
 from hvdtrain.errors import UserError
+from hvdtrain.report import run as report_run
 from tests.support.history import SIZE, TOTAL, History
 from tests.support.runs import TINY, start
 
@@ -123,6 +124,49 @@ def test_clock_set_back_does_not_reduce_goodput(tmp_path: Path) -> None:
     goodput = audit(history.directory).goodput
     assert goodput.parts["steps"] == pytest.approx(TOTAL)
     assert goodput.wall == pytest.approx(history.wall)
+
+
+@pytest.mark.parametrize("ahead", [259200.0, -259200.0, 30.0])
+def test_difference_of_clocks_is_left_out_of_goodput(
+    tmp_path: Path, ahead: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = History(tmp_path / "run")
+    history.launch(2)
+    history.steps(20)
+    history.move({"node2": [0, 1]}, ahead)
+    history.steps(20)
+    history.move({"node1": [0, 1]}, -ahead)
+    history.steps(TOTAL)
+    history.end(0)
+    found = audit(history.directory)
+    assert found.clean
+    assert found.goodput.wall == pytest.approx(history.wall, abs=0.1)
+    assert found.goodput.parts["steps"] == pytest.approx(TOTAL, abs=0.1)
+    first, second = json.loads(found.to_json())["clocks"]
+    how = "ahead of" if ahead > 0 else "behind"
+    assert first.startswith("generation 1: the clock of node2 is ") and how in first
+    assert "the clock of node1 is " in second and second in found.to_text()
+    assert cli.main(["report", str(history.directory)]) == 0, capsys.readouterr()
+    page = (history.directory / "report.html").read_text()
+    assert f"{first[1:]}." in page
+    shown = report_run.read(history.directory).steps["time"]
+    assert shown[-1] - shown[0] < history.wall
+
+
+def test_line_that_the_next_host_wrote_has_its_clock(tmp_path: Path) -> None:
+    history = History(tmp_path / "run", save_every=0)
+    history.launch(2)
+    history.steps(20)
+    history.off = 259200.0
+    history.steps(1)  # rank 0 has died before it wrote the line
+    history.off = 0.0
+    history.move({"node2": [0]}, 259200.0)
+    history.steps(TOTAL)
+    events, lines = (_read(history.directory, name) for name in ("events", "metrics"))
+    events[-1]["seen"][-1][1] = lines[20]["time"]
+    _write(history.directory, "events", events)
+    goodput = audit(history.directory).goodput
+    assert goodput.wall == pytest.approx(history.wall, abs=0.1)
 
 
 def test_run_of_an_older_version_is_audited_by_timestamps(history: History) -> None:

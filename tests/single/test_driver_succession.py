@@ -158,6 +158,25 @@ def test_processes_of_agents_run_on_under_another_driver(fleet: Fleet) -> None:
     assert codes[0] == 6
 
 
+@pytest.mark.parametrize("well", [True, False])
+def test_agent_with_a_slow_disk_is_waited_for_while_all_ranks_run(fleet: Fleet, well: bool) -> None:
+    flag = fleet.run / "flag"
+    fleet.agent("a")
+    fleet.agent("b", env=fleet.slow_disk(flag, 4.0))
+    for number, host in enumerate("ab"):
+        fleet.start(number, "echo ready; exec sleep 600", host)
+        fleet.wait_for_output(number, "ready")
+    old, codes = fleet.hub, dict[int, int]()
+    flag.touch()
+    fleet.new_hub(["false"])
+    fleet.hub.adopt({"a": 2, "b": 2}, {0: "a", 1: "b"}, codes.__setitem__)
+    old._call(old._socket.close)
+    old._call(lambda: [agent.channel.abort() for agent in old._agents.values() if agent.channel])
+    fleet.hub.give_up_missing(2.0, 60.0, lambda: well)
+    assert codes == ({} if well else {1: 128 + 9})
+    assert {*fleet.hub.find_available_hosts_and_slots()} == ({"a", "b"} if well else {"a"})
+
+
 def test_signal_that_no_driver_has_handled_reaches_the_next_one(fleet: Fleet) -> None:
     fleet.agent("a")
     fleet.hub.set_order(["a"])

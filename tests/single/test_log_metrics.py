@@ -23,6 +23,7 @@ def _log(log: LogMetrics, *steps: int, loss: float = 0.0) -> None:
         loop: Any = SimpleNamespace(
             progress=progress, step_samples=1, ending=step == 100, train=train
         )
+        loop.topology = SimpleNamespace(rank=1)  # for a LogMetrics without metrics
         log.on_step(loop, record)
 
 
@@ -67,5 +68,7 @@ def test_remaining_time_counts_what_happens_between_steps(tmp_path: Path) -> Non
     log = LogMetrics(MetricsFile(tmp_path / "m", 0), deque(), lambda _: 0, (), None)
     _log(log, *range(1, 41))
     loop: Any = SimpleNamespace(train=SimpleNamespace(steps=100))
+    recent = log._recent[0]
+    recent["claim"], recent["time"] = "0.0", recent["time"] + 259200  # of a host with another clock
     # Steps of 0.1 s, one every 2 s.
     assert log._remaining_seconds(loop, log.last) == 2.0 * 60

@@ -18,6 +18,16 @@ from hvdtrain.agent.hub import Hub, Slot
 from tests.support.job import poll, running_children
 
 SECONDS = 20
+# In an agent: its reads of the driver's file take so long while a file exists.
+_SLOW_DISK = """
+import os, time
+from hvdtrain.agent import driver_file
+def slow(path, limit, read=driver_file._read_private):
+    if os.path.exists({flag!r}):
+        time.sleep({seconds})
+    return read(path, limit)
+driver_file._read_private = slow
+"""
 
 
 class Fleet:
@@ -73,6 +83,14 @@ class Fleet:
             env=os.environ | dict(env or {}),
         )
         assert self.hub.wait_for(lambda hosts: host in hosts, SECONDS), self.said
+
+    def slow_disk(self, flag: Path, seconds: float) -> dict[str, str]:
+        """Return the environment of an agent whose disk is slow while `flag` exists."""
+        directory = self.run / "slow"
+        directory.mkdir()
+        code = _SLOW_DISK.format(flag=str(flag), seconds=seconds)
+        (directory / "sitecustomize.py").write_text(code)
+        return {"PYTHONPATH": f"{directory}:{os.environ.get('PYTHONPATH', os.getcwd())}"}
 
     def start(self, number: int, script: str, host: str = "a") -> None:
         """Start a shell script as a process."""

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.run_files.events_file import EventsFile
+from hvdtrain.run_files.events_file import EventsFile, read_lines
 from hvdtrain.run_files.metrics_file import MetricsFile
 
 SIZE, SEED, TOTAL = 10, 7, 60
@@ -74,6 +74,20 @@ class History:
         self.step -= back
         self._start(cause, "memory", ranks, RECOVERING)
 
+    def move(self, hosts: dict[str, list[int]], ahead: float) -> None:
+        """Recover with rank 0 on another host, whose clock differs by so much.
+
+        Args:
+            hosts: of the ranks.
+            ahead: seconds.
+        """
+        self._pass("recovery", RECOVERING)
+        self.off += ahead
+        lines = read_lines(self.directory / "metrics.jsonl")[-3:]
+        seen = [[line["step"], line["time"] + ahead + 0.01] for line in lines]
+        ranks = sum(map(len, hosts.values()))
+        self._start("failure", "memory", ranks, RECOVERING, hosts=hosts, seen=seen)
+
     def return_to_copies(self, ranks: int, back: int) -> None:
         """Lose shards, and continue from copies in memory that are `back` steps old."""
         self._pass("recovery", RECOVERING)
@@ -120,9 +134,10 @@ class History:
             shutil.rmtree(self._checkpoint(step))  # a real run renames it
         self._metrics = MetricsFile(self.directory / "metrics.jsonl", after=self.step)
         weakref.finalize(self, self._metrics.close)
-        hosts = {"node1": list(range(min(ranks, 2)))}
-        if ranks > 2:
-            hosts["node2"] = list(range(2, ranks))
+        if "hosts" not in facts:
+            facts["hosts"] = {"node1": list(range(min(ranks, 2)))}
+            if ranks > 2:
+                facts["hosts"]["node2"] = list(range(2, ranks))
         self._write(
             "start",
             generation=self.generation,
@@ -130,7 +145,6 @@ class History:
             step=self.step,
             samples=self.step * SIZE,
             world_size=ranks,
-            hosts=hosts,
             source=source,
             seconds=seconds,
             global_size=SIZE,

@@ -24,8 +24,8 @@ from hvdtrain.text import duration, short
 
 # Without a terminal, lines are at least this far apart, so that a log stays readable.
 _SECONDS_BETWEEN_LINES = 2.0
-# The remaining time is estimated from the last records: evaluations and checkpoints count, and a
-# change of the ranks is soon forgotten.
+# The remaining time is estimated from the last records of a generation: evaluations and checkpoints
+# count.
 _RECORDS_FOR_ETA = 100
 
 # A step with one of these is logged despite train.log_every.
@@ -43,7 +43,7 @@ class LogMetrics(Callback):
     not write because of a full disk until it died or was set aside.
 
     Args:
-        metrics: None on the other ranks.
+        metrics: None on the other ranks, and on rank 0 while it has no run directory.
         recent: the last records of this process, kept from one generation to the next.
         generation: returns a generation's number for its claim; None: it has no start event.
         sinks: receive the same records as `metrics`.
@@ -87,11 +87,14 @@ class LogMetrics(Callback):
         while self._recent and self._recent[-1]["step"] >= record["step"]:
             self._recent.pop()  # the run went back to an earlier step
         self._recent.append(record)
-        if self._metrics is None or record["step"] <= (self._metrics.last_step or 0):
+        if self._metrics is not None:
+            last = self._metrics.last_step or 0
+            if record["step"] <= last:
+                return
+            for missing in [recent for recent in self._recent if recent["step"] > last]:
+                self._write(self._metrics, missing)
+        elif loop.topology.rank > 0:
             return
-        last = self._metrics.last_step or 0
-        for missing in [recent for recent in self._recent if recent["step"] > last]:
-            self._write(self._metrics, missing)
         if terminal() is not None:
             self._show_bar(loop, record)
         elif shown or time.monotonic() >= self._next_line:
@@ -140,6 +143,8 @@ class LogMetrics(Callback):
 
     def _remaining_seconds(self, loop: Loop, record: StepRecord) -> float:
         last = list(self._recent)[-_RECORDS_FOR_ETA:]
+        # Another generation's may be of a host with another clock.
+        last = [recent for recent in last if recent["claim"] == record["claim"]]
         steps = last[-1]["step"] - last[0]["step"]
         # The first step of a process is slower, and is not in the difference of the times.
         elapsed = last[-1]["time"] - last[0]["time"]

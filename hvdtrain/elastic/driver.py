@@ -166,7 +166,7 @@ class ElasticDriver:
         self._answers: dict[int, dict[str, Any]] = {}  # process -> answer that it has not received
         self._starter: Starter | None = None
         # Ranks of the current generation, by host and local rank.
-        self._hosts: set[str] = set()  # of the current generation
+        self._hosts: list[str] = []  # of each rank of the current generation
         self._job = secrets.randbits(62)  # unique to this job
         self._most_ranks = 0  # most ranks that have run at once so far
         self._signalled: float | None = None  # time of the first signal; a later one kills
@@ -256,14 +256,14 @@ class ElasticDriver:
             holders = any(process.first_generation is not None for process in alive)
             if holders or self._state.generations == 0 or self._state.ending:
                 return False
-            return not self._hosts.isdisjoint(lost_hosts)
+            return not set(lost_hosts).isdisjoint(self._hosts)
 
     def undisturbed(self) -> bool:
         """Whether all ranks of the current generation run and need nothing from the driver."""
         with self._changed:
             alive = self._state.alive()
             running = all(process.state == "running" for process in alive)
-            return running and len(alive) == len(self._places)
+            return running and len(alive) == len(self._hosts)
 
     def exited(self, number: int, code: int) -> None:
         """Record the end of a process that another driver started."""
@@ -422,7 +422,7 @@ class ElasticDriver:
         self._answer(answers)
 
     def _set_plan(self, plan: Sequence[SlotInfo], generation: int) -> None:
-        self._hosts = {slot.hostname for slot in plan}
+        self._hosts = [slot.hostname for slot in plan]
         self._rendezvous.init([*plan], generation)
 
     def _answer(self, answers: Mapping[int, dict[str, Any]]) -> None:

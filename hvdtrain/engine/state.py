@@ -38,7 +38,7 @@ from hvdtrain.runtime.tensor_shards import model_tensors
 from hvdtrain.runtime.wrappers import plain_name
 from hvdtrain.untrusted import checked, is_of
 
-# Format 1 had no per-rank files, and other names in the GPT; it can still be read.
+# Of a checkpoint; another one is refused.
 FORMAT = 2
 PRECISION = "precision.name"  # its name in an identity
 ORDER = "the order of the samples"  # as of data.order.describe

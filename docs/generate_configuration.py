@@ -19,7 +19,6 @@ import docstring_parser
 
 from hvdtrain.config import Config
 from hvdtrain.config_checks import CHECKS, RANK_CHECKS, Check, RankCheck
-from hvdtrain.config_renames import DROPPED, RENAMED
 from hvdtrain.config_tiers import TIERS, tier_of, tiers_of
 from hvdtrain.tasks import BUILT_IN, load_class, optional
 
@@ -62,16 +61,6 @@ default. The sections below list all keys, basic keys first.
 
 """
 
-OLD = """
-## Keys of earlier versions
-
-Old keys work in this release, in files and flags, with a warning. The next release refuses them in
-files and flags, but not in the configurations of run directories. An old key whose value
-contradicts the current key's ends the program with exit code 2, and so does an old flag that would
-switch off what a file or a task's defaults set, such as `--memory.fit false`.
-
-"""
-
 COMBINATIONS = """
 ## Combinations that are refused
 
@@ -110,8 +99,6 @@ def page() -> Iterator[str]:
         config = optional(task, "Config")
         yield from groups(config, "###", {}, shown, task=name)
         shown = {(key, type(group)): name for key, group in vars(config()).items()} | shown
-    yield OLD
-    yield from renamed()
 
 
 def basic(tasks: Mapping[str, type]) -> Iterator[str]:
@@ -128,14 +115,6 @@ def basic(tasks: Mapping[str, type]) -> Iterator[str]:
     yield BASIC.format(**counts, all=len(keys))
     yield "| task | basic keys |\n| --- | --- |\n"
     yield from (f"| {name} | {', '.join(f'`{key}`' for key in found)} |\n" for name, found in lists)
-
-
-def renamed() -> Iterator[str]:
-    """Yield the table of old keys."""
-    yield "| old key | now |\n| --- | --- |\n"
-    for rule in RENAMED:
-        yield f"| {', '.join(f'`{old}`' for old in rule.old)} | `{rule.new}` |\n"
-    yield from (f"| `{old}` | no effect: {instead} |\n" for old, instead in DROPPED.items())
 
 
 def groups(

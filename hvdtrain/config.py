@@ -11,7 +11,7 @@ import re
 from argparse import SUPPRESS
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial, reduce
+from functools import reduce
 from importlib import resources
 from operator import getitem
 from pathlib import Path
@@ -21,13 +21,7 @@ from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.config_checks import check_together
-from hvdtrain.config_files import dotted, flag_names, read_yaml, readable, yaml_text
-from hvdtrain.config_renames import (
-    current_content,
-    current_flags,
-    describe_old,
-    old_keys,
-)
+from hvdtrain.config_files import dotted, flag_names, read_yaml, readable
 from hvdtrain.config_tiers import basic, tiers_of
 from hvdtrain.data.config import BatchConfig, LoaderConfig
 from hvdtrain.elastic.config import ElasticConfig
@@ -46,7 +40,6 @@ from hvdtrain.optim.config import OptimConfig, PrecisionConfig, ScheduleConfig
 from hvdtrain.parallel.config import AXES, ParallelConfig
 from hvdtrain.runtime.config import RuntimeConfig
 from hvdtrain.runtime.mesh import Grid
-from hvdtrain.streams import say
 from hvdtrain.tasks import load_class, optional
 from hvdtrain.telemetry.config import ProfileConfig, TelemetryConfig
 
@@ -127,7 +120,6 @@ class Settings:
         task_class: the class that `config.task` names
         task_config: the task's own keys as an instance of its `Config`, or None
         resolved: the whole configuration as YAML that reproduces it
-        replaced: sentences about old keys that were given
         unread: flags that a script with its own loop keeps to itself, although they are keys
     """
 
@@ -135,31 +127,19 @@ class Settings:
     task_class: type
     task_config: Any
     resolved: str
-    replaced: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
 
     @property
     def warning(self) -> str:
-        """What to change because of old or unread keys; "" if there are none."""
-        sentences = []
-        if self.replaced:
-            sentences.append(
-                f"old keys, which the next release refuses: {'; '.join(self.replaced)}"
-            )
-        if self.unread:
-            names = " and ".join(f"--{name}" for name in self.unread)
-            are, them = ("is", "it") if len(self.unread) == 1 else ("are", "them")
-            sentences.append(
-                f"{names} {are} left to the script; to set {them} for hvdtrain, pass config= to "
-                "hvdtrain.training"
-            )
-        return "; ".join(sentences)
-
-    def warn(self) -> Settings:
-        """Print the warning, if there is one, for commands that do not train; return self."""
-        if self.warning:
-            say(f"hvdtrain: warning: {self.warning}")
-        return self
+        """What to change because of unread keys; "" if there are none."""
+        if not self.unread:
+            return ""
+        names = " and ".join(f"--{name}" for name in self.unread)
+        are, them = ("is", "it") if len(self.unread) == 1 else ("are", "them")
+        return (
+            f"{names} {are} left to the script; to set {them} for hvdtrain, pass config= to "
+            "hvdtrain.training"
+        )
 
 
 def parse(argv: Sequence[str], before: Sequence[str] = ()) -> Settings:
@@ -181,25 +161,15 @@ def parse(argv: Sequence[str], before: Sequence[str] = ()) -> Settings:
     parser = build_parser(task_class, only_basic)
     known = _known_keys(parser)
     groups = _groups(known)
-    notes = _current_defaults(task_class, known - groups)[1]
-    layers = list[str]()
-    before_layer = partial(_value, parser, layers)
     for path, content in zip(files, contents, strict=True):
-        where = f"in {path}"
-        current, replaced = current_content(content, known - groups, where, before_layer)
-        _check_keys(dotted(current), known, where)
-        for key in groups.intersection(dotted(current)):
-            value = current[key] if key in current else reduce(getitem, key.split("."), current)
+        _check_keys(dotted(content), known, f"in {path}")
+        for key in groups.intersection(dotted(content)):
+            value = content[key] if key in content else reduce(getitem, key.split("."), content)
             raise UserError(f"{path}: {key} is a group of keys, not {value!r}")
-        layers.append(f"--config={yaml_text(current) if replaced else path}")
-        notes += replaced
-    for part, where in ((before, "in config"), (flags, "on the command line")):
-        current_part, replaced = current_flags(part, known - groups, where, before_layer)
-        _check_keys(flag_names(current_part), known, where)
-        layers += current_part
-        notes += replaced
+    _check_keys(flag_names(before), known, "in config")
+    _check_keys(flag_names(flags), known, "on the command line")
     try:
-        namespace = parser.parse_args(layers)
+        namespace = parser.parse_args([*(f"--config={path}" for path in files), *before, *flags])
         made = parser.instantiate(namespace)
         config = Config(**{f.name: made[f.name] for f in fields(Config)})
         own = optional(task_class, "Config")
@@ -210,24 +180,7 @@ def parse(argv: Sequence[str], before: Sequence[str] = ()) -> Settings:
         print(_layout(config, hosts))
         raise SystemExit(0)
     resolved = parser.dump(namespace, skip_unset=False)
-    return Settings(config, task_class, task_config, resolved, tuple(notes))
-
-
-def _value(parser: ArgumentParser, layers: Sequence[str], key: str) -> Any:
-    """Value of a key after `layers`; None if they are wrong, which is reported later."""
-    try:
-        return parser.parse_args(layers)[key]
-    except ArgumentError:
-        return None
-
-
-def with_current_names(argv: Sequence[str]) -> list[str]:
-    """Return flags with current keys, so that flags after them override them."""
-    files, flags = _config_files(argv)
-    contents = [read_yaml(_config_file(name)) for name in files]
-    known = _known_keys(build_parser(load_class(_task_name(flags, contents))))
-    current = current_flags(flags, known - _groups(known), "on the command line")[0]
-    return [*(f"--config={name}" for name in files), *current]
+    return Settings(config, task_class, task_config, resolved)
 
 
 class _HelpFormatter(DefaultHelpFormatter):
@@ -289,8 +242,7 @@ def build_parser(task_class: type, only_basic: bool = False) -> ArgumentParser:
             )
     known = _known_keys(parser)
     hidden = _groups(known)  # --optim FILE and similar
-    keys = known - hidden
-    parser.set_defaults(_current_defaults(task_class, keys)[0])
+    parser.set_defaults(optional(task_class, "defaults"))
     if only_basic:
         tiers = [*tiers_of(Config), *(tiers_of(own) if own else ())]
         shown = [key for key, tier in tiers if tier == "basic"]
@@ -300,12 +252,6 @@ def build_parser(task_class: type, only_basic: bool = False) -> ArgumentParser:
     for key in hidden:
         parser._option_string_actions[f"--{key}"].help = SUPPRESS
     return parser
-
-
-def _current_defaults(task_class: type, known: set[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the task's defaults with current keys, and what was replaced."""
-    where = f"in {task_class.__name__}.defaults"
-    return current_content(optional(task_class, "defaults"), known, where)
 
 
 def presets() -> dict[str, Path]:
@@ -397,9 +343,5 @@ def _check_keys(keys: Iterable[str], known: set[str], where: str) -> None:
 
 
 def _hint(key: str, known: set[str]) -> str:
-    names = [*known, *old_keys(known - _groups(known))]
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    if not near:
-        return "`--help all` lists all keys"
-    now = "" if near[0] in known else f", {describe_old(near[0])}"
-    return f"did you mean {near[0]}{now}?"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else "`--help all` lists all keys"

@@ -14,7 +14,6 @@ from typing import Any
 
 from hvdtrain.config import Config, presets
 from hvdtrain.config_files import flag_names, read_yaml
-from hvdtrain.config_renames import RENAMED
 from hvdtrain.engine.config import RunConfig
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.run_directory import default_id, new_directory
@@ -103,17 +102,6 @@ def check_effect(words: Sequence[str]) -> None:
                 f"{key} on the command line has no effect: the script has its own optimizer and "
                 f"learning rate; of optim and schedule, only {' and '.join(_OPTIM_KEYS)} apply"
             )
-
-
-def without_dot(words: Sequence[str]) -> Iterator[str]:
-    """Say how to set keys that replace old keys in `words`, but have no dot.
-
-    `configuration_words` omits flags without a dot, although it accepted the old keys.
-    """
-    given = {*flag_names(words)}
-    for rule in RENAMED:
-        if "." not in rule.new and not given.isdisjoint(rule.old):
-            yield f"set {rule.new} with config=, as flags without a dot are the script's own"
 
 
 def _word(value: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hvdtrain.checkpoint.spread import to_current_names
+from hvdtrain.checkpoint.spread import as_in
 from hvdtrain.checkpoint.weights import read_weights
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
@@ -26,7 +26,7 @@ def load_model(run: Path) -> nn.Module:
         return task.model_of(weights).eval()
     task.datasets()  # some models take sizes from their data
     model: nn.Module = task.model()
-    tensors, own = to_current_names(model)(weights), model_tensors(model)
+    tensors, own = as_in(model, weights), model_tensors(model)
     shapes, found = ({n: t.shape for n, t in some.items()} for some in (own, tensors))
     other = {name for name, _ in shapes.items() ^ found.items()}
     if other:

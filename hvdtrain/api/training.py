@@ -37,7 +37,6 @@ from hvdtrain.api.flags import (
     config_flags,
     configuration_words,
     unread_words,
-    without_dot,
 )
 from hvdtrain.api.guards import BackwardGuard, DatasetGuard, refuse_accumulation_hooks
 from hvdtrain.config import Settings, parse
@@ -199,7 +198,6 @@ def training(
             temporary = TemporaryDirectory(prefix="hvdtrain-", ignore_cleanup_errors=True)
             flags[flags.index("--run.root=null")] = f"--run.root={temporary.name}"
         settings = parse([task, *file, *own_flags], flags)
-        settings.replaced += tuple(without_dot(own_flags))
         settings.unread = tuple(unread_words(words, config or {}))
         if settings.config.parallel.any:
             raise UserError(

@@ -52,7 +52,6 @@ class StartEvent:
         lost_step: the step whose state was lost with the ranks that held it, if any.
         damaged_copies: copies in memory that were not used, because their hash was wrong.
         state_hash: hash of the state, if it came from memory and train.replica_check_every > 0.
-        former_fingerprint: the fingerprint that older versions of hvdtrain wrote for the same data.
         rollbacks: returns to a checkpoint because of a loss spike, see engine/spikes.py.
         spike: the spike because of which this start returned to a checkpoint, if any.
         seen: (step, time) of the last lines of metrics before this start, by the clock of the host
@@ -86,7 +85,6 @@ class StartEvent:
     lost_step: int | None = None
     damaged_copies: list[str] | None = None
     state_hash: str | None = None
-    former_fingerprint: str | None = None
     rollbacks: list[list[int]] = field(default_factory=list)
     spike: dict[str, float | None] | None = None
     seen: list[list[float]] = field(default_factory=list)

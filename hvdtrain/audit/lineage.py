@@ -190,8 +190,6 @@ def _check_start(lineage: Lineage, generations: Sequence[GenerationRecord], numb
         )
     for name in _IDENTITY:
         was, now = getattr(first.start, name), getattr(start, name)
-        if name == "fingerprint" and was == start.former_fingerprint:
-            continue  # the run began with an older version of hvdtrain
         if was != now:
             lineage.wrong(
                 "identity", f"generation {number}: {name} is {now}, in generation 0 it was {was}"

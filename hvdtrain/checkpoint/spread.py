@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -61,23 +61,16 @@ class SpreadPart:
             raise DamagedError(f"{self._where}: {name}: {error}") from None
 
 
-def to_current_names(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """Return a function that gives tensors of a checkpoint the current names of the model.
-
-    They may be of an older version of the model, or of a model in a wrapper (runtime/wrappers.py).
-    """
-    upgrade: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = getattr(
-        model, "upgrade_checkpoint", dict
-    )
-    own = [plain_name(name) for name, _ in model.named_parameters()]
-    return lambda tensors: upgrade(plain_names(tensors, own))
+def as_in(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of a checkpoint, perhaps of a wrapped model, by the names in the model."""
+    return plain_names(tensors, [plain_name(name) for name, _ in model.named_parameters()])
 
 
 def open_part(directory: Path, part: str, model: nn.Module | None = None) -> SpreadPart | None:
     """Open a part of a checkpoint and verify its files; None if it has no part of this name.
 
     Args:
-        model: renames whole tensors from older versions to their current names.
+        model: gives whole tensors their names, if the checkpoint's model was in a wrapper.
 
     Raises:
         DamagedError: it differs from what was written.
@@ -93,7 +86,7 @@ def open_part(directory: Path, part: str, model: nn.Module | None = None) -> Spr
             content = map_file(path)
             known, tensors = positions_of(content), unpack(content)
             if model is not None and not known:
-                tensors = to_current_names(model)(tensors)
+                tensors = as_in(model, tensors)
             for name, tensor in tensors.items():
                 position = known.get(name, ShardPosition((*tensor.shape,), 0))
                 shards.setdefault(name, []).append((position, tensor))

@@ -209,15 +209,14 @@ def _exchange(args: argparse.Namespace) -> ExchangeReport:
         parse_strategies,
     )
     from hvdtrain.bench.processes import choose_hosts
-    from hvdtrain.config import parse, with_current_names
+    from hvdtrain.config import parse
     from hvdtrain.exchange.config import STRATEGIES
 
     check_steps(args.steps)
     strategies = parse_strategies(args.strategies or ",".join(STRATEGIES))
     hosts = choose_hosts(args.hosts, args.np) if args.hosts else None
-    words = ["--config", args.preset, *args.flags]
-    flags = with_current_names(words)
-    _check_shares(parse(words).warn().config.batch.micro_batches, [args.np])
+    flags = ["--config", args.preset, *args.flags]
+    _check_shares(parse(flags).config.batch.micro_batches, [args.np])
     if args.plot is not None:
         check_plot(args.plot)
     ranks = RankPlacement(args.np, hosts, args.launcher)
@@ -233,11 +232,11 @@ def _exchange(args: argparse.Namespace) -> ExchangeReport:
 
 def _of_a_run(args: argparse.Namespace) -> Report:
     from hvdtrain.bench import benchmarks, elastic
-    from hvdtrain.config import parse, with_current_names
+    from hvdtrain.config import parse
 
     own = _FLAGS.get(args.action, ())
-    words = ["--config", args.preset, *own, *args.flags]
-    flags, config = with_current_names(words), parse(words).warn().config
+    flags = ["--config", args.preset, *own, *args.flags]
+    config = parse(flags).config
     if args.action == "scaling":
         scale = benchmarks.Scale(args.np, args.hosts, config.batch.global_size, args.weak)
         if not scale.weak:

@@ -21,7 +21,6 @@ from hvdtrain.checkpoint.export import (
     write_files_of,
 )
 from hvdtrain.checkpoint.layout import DamagedError, best, finished, loss_of, named, verify
-from hvdtrain.config_renames import recorded
 from hvdtrain.errors import UserError
 from hvdtrain.untrusted import parse_yaml, printable, read_regular
 
@@ -198,7 +197,6 @@ def _write(checkpoint: Path, args: argparse.Namespace) -> Write | None:
 
 def _export_to_huggingface(checkpoint: Path, args: argparse.Namespace) -> None:
     from hvdtrain.checkpoint.spread import read_part
-    from hvdtrain.models.gpt import GPT
     from hvdtrain.models.gpt_config import GPTConfig
     from hvdtrain.models.huggingface import to_huggingface
 
@@ -220,7 +218,6 @@ def _export_to_huggingface(checkpoint: Path, args: argparse.Namespace) -> None:
         return
     if args.merge:
         raise UserError(NOTHING_TO_MERGE)
-    weights = GPT.upgrade_checkpoint(weights)
     sizes = config["model"] | {"vocab_size": weights["embedding.weight"].shape[0]}
     exported = to_huggingface(GPTConfig(**sizes), weights)
     write_export(args.out, *exported, _write(checkpoint, args))
@@ -237,8 +234,7 @@ def _model_config(checkpoint: Path) -> dict[str, Any]:
 
     path = _config_file(checkpoint)
     try:
-        content = parse_yaml(read_regular(path))
-        config = recorded(content) if isinstance(content, dict) else content
+        config = parse_yaml(read_regular(path))
         if not isinstance(config, dict) or not isinstance(config.get("task"), str):
             raise ValueError("it names no task")
     except ValueError as error:

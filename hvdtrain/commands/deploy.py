@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     given["modules"] = tuple(given.get("modules", ()))
     given["hosts"] = tuple(parse_hosts(args.hosts)) if "hosts" in given else ()
     given.setdefault("venv", _own_environment())
-    run_id = parse(keys).warn().config.run.id
+    run_id = parse(keys).config.run.id
     job = Job(**given, keys=_without_run_id(keys), run_id=run_id)
     files = TARGETS[args.target](job)
     if job.out is None:

@@ -55,7 +55,7 @@ def _examine_hosts(args: argparse.Namespace) -> int:
     from hvdtrain.doctor.findings import examination_json, failed, notes, show
     from hvdtrain.launch.hostfile import read_hosts, total_slots
 
-    root = parse(args.words).warn().config.run.root
+    root = parse(args.words).config.run.root
     named = args.hosts or args.hostfile or args.slurm
     hosts = read_hosts(args.hosts, args.hostfile, args.slurm) if named else []
     if args.np and hosts and total_slots(hosts) < args.np:

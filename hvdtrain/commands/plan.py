@@ -230,7 +230,7 @@ def _terms(args: argparse.Namespace, found: list[Found], job: JobProfile) -> Ter
     from hvdtrain.config import parse
     from hvdtrain.plan.result import Terms
 
-    exchange = parse(args.flags).warn().config.exchange
+    exchange = parse(args.flags).config.exchange
     saves = [one.save_seconds for one in found if one.save_seconds is not None]
     names = list(job.costs)
     if args.strategies:

@@ -264,28 +264,18 @@ class Fingerprint(str):
     """16 hex digits.
 
     Attributes:
-        former: fingerprint of the same data in checkpoints of older versions, which still resume;
-            None: it has not changed.
         files: the files that it covers.
     """
 
-    former: str | None
     files: tuple[FileFacts, ...]
 
-    def __new__(
-        cls, digits: str, former: str | None = None, files: Iterable[FileFacts] = ()
-    ) -> Fingerprint:
+    def __new__(cls, digits: str, files: Iterable[FileFacts] = ()) -> Fingerprint:
         made = super().__new__(cls, digits)
-        made.former, made.files = former, tuple(files)
+        made.files = tuple(files)
         return made
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return str(self), self.former, self.files
-
-
-def former_of(fingerprint: str | None) -> str | None:
-    """Return the fingerprint that older versions computed of the same data; None if unchanged."""
-    return fingerprint.former if isinstance(fingerprint, Fingerprint) else None
+        return str(self), self.files
 
 
 def files_of(fingerprint: str | None) -> tuple[FileFacts, ...]:
@@ -307,18 +297,17 @@ def of_files(paths: Sequence[DataFile], samples: Sequence[int]) -> Fingerprint:
     Raises:
         UserError: a file cannot be read.
     """
-    former, digest = hashlib.sha256(), hashlib.sha256()
+    digest = hashlib.sha256()
     most = min(max(_BLOCKS // len(paths), 1), _BLOCKS_PER_FILE)
     files = []
     for path, name, count in zip(paths, names_below_root(paths), samples, strict=True):
         head, content = f"{name}\0{count}\n".encode(), hashlib.sha256()
-        former.update(head)
         digest.update(head)
         for block in _blocks(path, most):
             digest.update(block)
             content.update(block)
         files.append(FileFacts(name, count, path.stat().st_size, content.hexdigest()[:16]))
-    return Fingerprint(digest.hexdigest()[:16], former.hexdigest()[:16], files)
+    return Fingerprint(digest.hexdigest()[:16], files)
 
 
 def first_change(before: Sequence[FileFacts], now: Sequence[FileFacts]) -> str | None:

@@ -187,7 +187,7 @@ class TokenWindows(Dataset[Tensor]):
             sizes = [len(array) * array.dtype.itemsize for array in self.arrays]
             columns = names_below_root(files), self.shard_samples.tolist(), sizes, contents
             facts = [FileFacts(*row) for row in zip(*columns, strict=True)]
-        return Fingerprint(whole.hexdigest()[:16], files=facts)
+        return Fingerprint(whole.hexdigest()[:16], facts)
 
 
 def _token_file(array: AnyTokens) -> DataFile | None:

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from hvdtrain.engine.structure import ModelStructure
 from hvdtrain.errors import UserError
-from hvdtrain.log import logger
 from hvdtrain.optim.several import SeveralOptimizers, parameters_of
 from hvdtrain.runtime.plain_values import decode, encode, json_of, with_json
 from hvdtrain.runtime.state_part import Scope
@@ -214,11 +213,6 @@ class ScriptState:
         """See StatePart; `restore` gives it to the objects."""
         if saved:
             [tensors] = saved
-            if "result" in json_of(tensors):
-                logger.warning(
-                    "the checkpoint is of an older version of hvdtrain, which saved it before the "
-                    "code after the last step's block: that code is not run again"
-                )
             self._tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 

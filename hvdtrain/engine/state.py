@@ -17,11 +17,9 @@ from torch.optim import Optimizer
 
 from hvdtrain.checkpoint.format import Checkpoint, SharedDirectory, read_files_of_ranks
 from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
-from hvdtrain.checkpoint.spread import open_part, to_current_names
-from hvdtrain.data.files import former_of
+from hvdtrain.checkpoint.spread import as_in, open_part
 from hvdtrain.data.order import SHUFFLED
 from hvdtrain.data.sample_facts import SampleFacts
-from hvdtrain.data.stream import StreamState
 from hvdtrain.engine.extra_state import ExtraState
 from hvdtrain.engine.integrity import ShardHash, TensorHash, whole_digest
 from hvdtrain.engine.loop import Callback, Loop, Progress, StepRecord
@@ -29,7 +27,6 @@ from hvdtrain.engine.spikes import Rollback
 from hvdtrain.engine.step import AppliedSteps
 from hvdtrain.engine.structure import GrowingBuffers
 from hvdtrain.errors import UserError
-from hvdtrain.log import logger
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
 from hvdtrain.optim.state_dicts import REST, has_rest, members
 from hvdtrain.parallel.zero import ShardedOptimizer
@@ -41,9 +38,8 @@ from hvdtrain.runtime.tensor_shards import model_tensors
 from hvdtrain.runtime.wrappers import plain_name
 from hvdtrain.untrusted import checked, is_of
 
-# Format 1 had no per-rank files, and other names in the GPT; it can still be read.
+# Of a checkpoint; another one is refused.
 FORMAT = 2
-_READABLE = (1, 2)
 PRECISION = "precision.name"  # its name in an identity
 ORDER = "the order of the samples"  # as of data.order.describe
 # Values that apply to checkpoints which do not name them.
@@ -160,7 +156,7 @@ class RunState:
             UserError: it belongs to another model, or another identity.
         """
         state = dict(checkpoint.state)
-        if state.pop("format", None) not in _READABLE:
+        if state.pop("format", None) != FORMAT:
             raise UserError("the checkpoint was written by another version of hvdtrain")
         theirs, facts = state.pop("identity", None), state.pop("sample_facts", None)
         try:
@@ -178,7 +174,7 @@ class RunState:
             before = theirs.get(name, _ONCE.get(name))
             if name == ORDER:
                 own, before = (_order_until(progress.step, order) for order in (own, before))
-            if before not in (own, former_of(own) or own):
+            if before != own:
                 raise UserError(
                     f"{name} was {before} at the checkpoint of step {state['step']} and "
                     f"is {own} now: the curve could not be continued; use another run.id"
@@ -186,20 +182,6 @@ class RunState:
         self._check_samples(facts, progress.step)
         parts = {part.name: part for part in self.of_scope("replicated")}
         saved = self._replicated(checkpoint)
-        if StreamState.name in parts and StreamState.name not in saved:
-            parts.pop(StreamState.name).load(())
-            logger.warning(
-                "the checkpoint of step %d does not have the position of the data, as older "
-                "versions of hvdtrain did not save it: the epoch is read again from its beginning",
-                progress.step,
-            )
-        if ExtraState.name in parts and ExtraState.name not in saved:
-            parts.pop(ExtraState.name)
-            logger.warning(
-                "the checkpoint of step %d does not have what get_extra_state() of modules "
-                "returned, as older versions of hvdtrain did not save it: it begins again",
-                progress.step,
-            )
         if parts.keys() != saved.keys():
             raise UserError(
                 f"the checkpoint contains the state of {', '.join(saved)}, but this configuration "
@@ -348,7 +330,7 @@ class ModelState:
         return {name: t for name, t in self.tensors().items() if name not in parameters}
 
     def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
-        tensors = to_current_names(self._model)(saved[0])
+        tensors = as_in(self._model, saved[0])
         self._growing.fit(tensors)
         _copy(tensors, self.tensors())
 
@@ -377,7 +359,7 @@ class OptimizerState:
 
     def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         own = {name: tensor.clone() for name, tensor in self._initial.items()}
-        tensors = to_current_names(self._model)(saved[0]) if saved else own
+        tensors = as_in(self._model, saved[0]) if saved else own
         names = {*parameter_names(self._optimizer, self._model).values(), REST.rstrip("/")}
         unknown = {key.rpartition("/")[0] for key in tensors} - names
         if unknown:

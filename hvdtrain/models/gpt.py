@@ -9,8 +9,7 @@ Llama's architecture (Touvron et al., arXiv:2307.09288).
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -248,27 +247,6 @@ class GPT(nn.Module):
         if not whole:
             plan |= {f"blocks.{number}": "into_sequence" for number in range(len(self.blocks))}
         return plan
-
-    @staticmethod
-    def upgrade_checkpoint(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Rename a checkpoint's tensors to current names: q, k and v used to be one matrix.
-
-        Args:
-            tensors: parameters by name, or the optimizer's tensors as "name/entry".
-        """
-        upgraded = {}
-        for name, tensor in tensors.items():
-            fused = re.search(r"\.attention\.(qkv)\.", name)
-            # The optimizer's step count is a scalar.
-            parts = tensor.chunk(3) if fused and tensor.dim() else (tensor,) * 3
-            for letter, part in zip("qkv", parts, strict=True):
-                key = (
-                    name
-                    if fused is None
-                    else f"{name[: fused.start(1)]}{letter}{name[fused.end(1) :]}"
-                )
-                upgraded[key] = tensor if fused is None else part.clone()
-        return upgraded
 
 
 def initial_value(config: GPTConfig, name: str, shape: torch.Size, seed: int) -> Tensor:

@@ -25,7 +25,7 @@ def to_huggingface(
 
     Args:
         config: `vocab_size` must be set.
-        weights: weights of a GPT, with current names (`GPT.upgrade_checkpoint`).
+        weights: weights of a GPT.
 
     Raises:
         UserError: transformers has no such model.

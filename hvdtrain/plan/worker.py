@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from hvdtrain import comm
 from hvdtrain.bench.app import AppLoop
 from hvdtrain.bench.processes import MARK
-from hvdtrain.config import Settings, parse, with_current_names
+from hvdtrain.config import Settings, parse
 from hvdtrain.data.loader import to_device
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.config import STRATEGIES
@@ -66,7 +66,7 @@ def measured(flags: Sequence[str], topology: Topology) -> JobProfile:
         raise UserError("hvdtrain plan measures the whole model on one rank: omit parallel.*")
     data = build_data(settings)
     one = [
-        *with_current_names(flags),
+        *flags,
         f"--batch.global_size={batch.micro_samples}",
         f"--train.duration={_STEPS}",
     ]

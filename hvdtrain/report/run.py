@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.audit import ledger
-from hvdtrain.config_renames import recorded
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line
 from hvdtrain.run_files.run_directory import RunDirectory
@@ -200,7 +199,7 @@ def _config(directory: RunDirectory, missing: list[str]) -> dict[str, Any]:
     if not all(isinstance(groups.get(name, {}), dict) for name in _GROUPS):
         missing.append("config.yaml is missing or damaged: the configuration is not shown.")
         return {}
-    return recorded(groups)
+    return groups
 
 
 def _manifest(directory: RunDirectory, missing: list[str]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config_renames import recorded
 from hvdtrain.report.tables import ReportTable
 from hvdtrain.run_files.events_file import last_lines
 from hvdtrain.run_files.run_directory import RunDirectory
@@ -82,7 +81,7 @@ def _values(text: str) -> dict[str, str]:
         content = parse_yaml(text)
     except ValueError:
         return {}
-    waiting = [*recorded(content).items()] if isinstance(content, dict) else []
+    waiting = [*content.items()] if isinstance(content, dict) else []
     found = {}
     while waiting:
         key, value = waiting.pop()

@@ -13,7 +13,6 @@ import torch
 
 import hvdtrain
 from hvdtrain.config import Config, Settings
-from hvdtrain.data.files import former_of
 from hvdtrain.data.loader import has_own_order
 from hvdtrain.engine.state import PRECISION
 from hvdtrain.horovod_wheel.recipe import installed_version
@@ -80,7 +79,7 @@ def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]
     """Return the start event of a generation in RUN/events.jsonl: first step, ranks and data."""
     config, state, datasets = components.config, components.state, components.datasets
     order = components.prepared.resolved.order
-    buckets, former = components.buckets.train, former_of(datasets.fingerprint)
+    buckets = components.buckets.train
     samples = components.prepared.samples
     return {
         "step": state.progress.step,
@@ -102,7 +101,6 @@ def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]
         "sync_every": config.exchange.sync_every,
         "fingerprint": datasets.fingerprint,
         **({"samples_compared": len(samples.fixed)} if samples is not None else {}),
-        **({"former_fingerprint": former} if former else {}),
         "total_steps": config.train.steps,
         "log_every": config.train.log_every,
     }

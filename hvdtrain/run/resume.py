@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hvdtrain.checkpoint.format import Checkpoint
-from hvdtrain.checkpoint.spread import to_current_names
+from hvdtrain.checkpoint.spread import as_in
 from hvdtrain.checkpoint.weights import Weights, read_weights
 from hvdtrain.config import Config
 from hvdtrain.data.files import FileFacts, files_of, first_change
@@ -266,7 +266,7 @@ def load_initial_weights(model: nn.Module, path: str, strict: bool) -> None:
     """
     try:
         found = read_weights(Path(path))
-        tensors = to_current_names(model)(_converted(model, found))
+        tensors = as_in(model, _converted(model, found))
     except UserError as error:
         raise UserError(f"run.init_from: {error}") from None
     own = model_tensors(model)

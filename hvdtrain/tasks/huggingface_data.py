@@ -196,8 +196,7 @@ def _of_lines(
         rest = repr((data, len(train), context, form.keys, *(more if unusual else ()))).encode()
         return hashlib.sha256(file + rest).hexdigest()[:16]
 
-    former = digest(objects.former or str(objects))
-    fingerprint = Fingerprint(digest(str(objects)), former, objects.files)
+    fingerprint = Fingerprint(digest(str(objects)), objects.files)
     if form.kind != "label":
         if template is None and end is None:
             logger.warning(

@@ -186,7 +186,7 @@ class LanguageModel:
         rows = weights["embedding.weight"].shape[0]
         model = GPT(replace(self.config.model, vocab_size=rows))
         try:
-            model.load_state_dict(GPT.upgrade_checkpoint(weights))
+            model.load_state_dict(weights)
         except RuntimeError as error:
             first = " ".join(str(error).split())[:200]
             raise UserError(f"the weights do not match this configuration: {first} ...") from None

@@ -25,7 +25,7 @@ from tests.support import runs, tasks
 from tests.support.job import poll
 from tests.support.runs import REPOSITORY
 
-FORMAT_1 = REPOSITORY / "tests/data/format-1"
+RECORDED = REPOSITORY / "tests/data/recorded"
 SCRIPT = """\
 import sys
 import hvdtrain
@@ -115,7 +115,7 @@ def test_runs_without_id_get_distinct_directories_under_the_files_root(
 
 
 def test_folder_is_a_deprecated_name_of_directory() -> None:
-    run, result = hvdtrain.Run(FORMAT_1), hvdtrain.RunResult(FORMAT_1, {}, 0)
+    run, result = hvdtrain.Run(RECORDED), hvdtrain.RunResult(RECORDED, {}, 0)
     with pytest.warns(DeprecationWarning, match="use Run.directory"):
         assert run.folder == run.directory
     with pytest.warns(DeprecationWarning, match="use RunResult.directory"):
@@ -151,7 +151,7 @@ def test_run_called_inside_a_rank_is_rejected(
 
 
 def test_run_files_are_readable_with_and_without_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = hvdtrain.Run(FORMAT_1)
+    run = hvdtrain.Run(RECORDED)
     assert list(run.checkpoints) == [6, 12] and run.checkpoints[12].name == "step_00000012"
     assert run.events[-1]["exit_code"] == 0 and run.manifest["world_size"] == 2
     assert run.config["task"] == "language_model"
@@ -165,12 +165,10 @@ def test_run_files_are_readable_with_and_without_pandas(monkeypatch: pytest.Monk
 
 def test_model_is_loaded_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     directory = tmp_path / "copy"  # without its training data
-    shutil.copytree(FORMAT_1, directory)
+    shutil.copytree(RECORDED, directory)
     (directory / "checkpoints/step_00000012/complete").unlink()
     model = hvdtrain.Run(directory).model()
-    saved = type(model).upgrade_checkpoint(  # type: ignore[operator]
-        read_part(directory / "checkpoints/step_00000006", "model")
-    )
+    saved = read_part(directory / "checkpoints/step_00000006", "model")
     assert not model.training
     for name, tensor in model.state_dict().items():
         if name in saved:

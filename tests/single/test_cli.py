@@ -66,7 +66,7 @@ def test_help_takes_less_than_a_second() -> None:
 
 def test_closed_pipe_causes_no_traceback() -> None:
     shell = f"{sys.executable} -m hvdtrain.cli --help | true; exit ${{PIPESTATUS[0]}}"
-    listing = f"{sys.executable} -m hvdtrain.cli report tests/data/format-1 --format json | true"
+    listing = f"{sys.executable} -m hvdtrain.cli report tests/data/recorded --format json | true"
     for command in (shell, listing):
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
         assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr, done

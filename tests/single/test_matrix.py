@@ -26,7 +26,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, subprocess.Com
     """(JUnit report, process) of pytest with tests that pass, fail, or are skipped."""
     directory = tmp_path_factory.mktemp("tests")
     (directory / "test_exact.py").write_text(TESTS)
-    (directory / "test_format_1.py").write_text("def test_passes(): pass")
+    (directory / "test_recorded_run.py").write_text("def test_passes(): pass")
     command = [
         sys.executable,
         "-m",

@@ -27,7 +27,7 @@ DIRECTORY = REPOSITORY / "build/matrix"
 ROOM = 10 * 1024**3  # bytes of disk: torch with CUDA takes 5.5 GB
 # Column -> the file of its tests that are marked smoke.
 SMOKE = {
-    "one process": "test_format_1",
+    "one process": "test_recorded_run",
     "parallel axes": "test_spanning_runs",
     "exact": "test_exact",
     "kill, resize": "test_exchanges",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,14 +44,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({str(self.directory)!r})"
-
-    @property
-    def folder(self) -> Path:
-        """Deprecated name of `directory`."""
-        warnings.warn(
-            "Run.folder is deprecated, use Run.directory", DeprecationWarning, stacklevel=2
-        )
-        return self.directory
 
     @property
     def config(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,16 +45,6 @@ class RunResult:
     directory: Path
     metrics: dict[str, Any]
     exit_code: int
-
-    @property
-    def folder(self) -> Path:
-        """Deprecated name of `directory`."""
-        warnings.warn(
-            "RunResult.folder is deprecated, use RunResult.directory",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.directory
 
 
 def run(

@@ -114,14 +114,6 @@ def test_runs_without_id_get_distinct_directories_under_the_files_root(
     assert "--hosts localhost:1" in " ".join(started[0][0])
 
 
-def test_folder_is_a_deprecated_name_of_directory() -> None:
-    run, result = hvdtrain.Run(RECORDED), hvdtrain.RunResult(RECORDED, {}, 0)
-    with pytest.warns(DeprecationWarning, match="use Run.directory"):
-        assert run.folder == run.directory
-    with pytest.warns(DeprecationWarning, match="use RunResult.directory"):
-        assert result.folder == result.directory
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [

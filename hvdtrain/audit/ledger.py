@@ -55,6 +55,7 @@ class StartEvent:
         rollbacks: returns to a checkpoint because of a loss spike, see engine/spikes.py.
         spike: the spike because of which this start returned to a checkpoint, if any.
         samples_compared: of data without a fingerprint, how many samples the ranks compared.
+        borrowed: hosts that a batch system lends to the run, and since when (unix time).
     """
 
     time: float
@@ -87,6 +88,7 @@ class StartEvent:
     rollbacks: list[list[int]] = field(default_factory=list)
     spike: dict[str, float | None] | None = None
     samples_compared: int | None = None
+    borrowed: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _in_range("time", self.time, -_MOST_SECONDS, _MOST_SECONDS)

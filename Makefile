@@ -120,7 +120,7 @@ matrix:
 
 # HVDTRAIN_SOAK_SECONDS: approximate duration of the disturbed run.
 soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 $$((1800 + 4 * $${HVDTRAIN_SOAK_SECONDS:-300})) $(BIN)/python -m pytest -q --color=no $(addprefix tests/soak/test_,soak.py first_kernels.py dev_bench.py bench_layouts.py)
+	timeout -k 30 $$((1800 + 4 * $${HVDTRAIN_SOAK_SECONDS:-300})) $(BIN)/python -m pytest -q --color=no $(addprefix tests/soak/test_,soak.py stuck.py first_kernels.py dev_bench.py bench_layouts.py)
 	timeout -k 30 4800 $(BIN)/python -m pytest -q --color=no -n 2 --dist loadfile -m soak tests/single tests/cluster
 
 # HVDTRAIN_CHAOS_SECONDS: how long faults are injected; HVDTRAIN_CHAOS_SEED: which ones;

@@ -13,9 +13,10 @@ _ROUNDING = 1e-5
 _NO_KERNEL = re.compile(r"(\S+) does not have a deterministic implementation")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _MOST_NAMES = 4
-# Parts of hvdtrain's warnings, see api/training.py and engine/changing_buffers.py.
+# Parts of hvdtrain's warnings, see api/training.py, engine/changing_buffers.py, comm/process.py.
 _SCHEDULER = "has a scheduler that is not in training.state"
 _DRAWS = "the function draws random numbers"
+_COLLECTIVE = re.compile(r"exchange\.name exact does not cover (comm\.\w+)")
 _READ_BEFORE = (
     "a dataset that returns different contents for a number, depending on what its process has "
     "read before: a generator, a counter or a position of its own. Make a sample from its number "
@@ -161,6 +162,13 @@ def _of_ranks(evidence: CheckEvidence, found: Difference) -> Iterator[str]:
             "or return (sum, weight)"
         )
     else:
+        matches = [match[1] for line in evidence.warnings if (match := _COLLECTIVE.search(line))]
+        if matches:
+            yield (
+                f"{', '.join(dict.fromkeys(matches))}: the result follows the ranks. Gather a row "
+                "for each micro-batch, with its number, and sort the rows: docs/collectives.md, "
+                '"Exact runs"'
+            )
         yield (
             "the loss or the gradient depends on the rank, on the number of ranks, or on earlier "
             f"micro-batches of the rank{_listed(found)}: training.rank, training.size, or a "

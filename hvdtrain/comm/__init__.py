@@ -91,6 +91,8 @@ def all_reduce(tensor: Tensor, op: str = "sum", name: str = "") -> Tensor:
     """
     call = "all_reduce"
     _check_reduction(call, tensor, op, ("sum", "mean", "min", "max"))
+    if op in ("sum", "mean") and tensor.is_floating_point():
+        COLLECTIVES.follows_ranks(call)
     if not _several(call):
         return tensor.detach().clone()
     with COLLECTIVES.timed(call) as sizes:
@@ -110,6 +112,7 @@ def all_gather(tensor: Tensor, name: str = "") -> Tensor:
     """
     call = "all_gather"
     _check(call, tensor)
+    COLLECTIVES.follows_ranks(call)
     rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
     if not _several(call):
         return rows.clone()
@@ -171,6 +174,8 @@ def reduce_scatter(tensor: Tensor, op: str = "sum", name: str = "") -> Tensor:
         raise CollectiveError(
             "comm.reduce_scatter: a scalar has no parts; give a tensor of shape (N, ...)"
         )
+    if tensor.is_floating_point():
+        COLLECTIVES.follows_ranks(call)
     if not _several(call):
         return tensor.detach().clone()
     with COLLECTIVES.timed(call) as sizes:

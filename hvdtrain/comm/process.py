@@ -11,12 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 from hvdtrain.errors import CollectiveError
+from hvdtrain.log import logger
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.init import initialize, is_initialized
 from hvdtrain.runtime.phases import PhaseTimer
 
 OPERATIONS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "barrier")
+# Their results depend on the number of ranks: sums of floating-point numbers, and orders of rows.
+_FOLLOWING_RANKS = ("all_reduce", "all_gather", "reduce_scatter")
 # Horovod's message on all ranks if their calls do not match; no rank is lost in that case.
 _MISTAKES = ("Mismatched", "same name as another tensor")
 
@@ -54,6 +57,7 @@ class UserCollectives:
         self.counts: tuple[int, int] | None = None
         self.timer: PhaseTimer | None = None
         self._drained = dict(self.totals)
+        self._not_exact: set[str] = set()
         self._beyond = ""
         self._is_copy = False
 
@@ -76,6 +80,23 @@ class UserCollectives:
             raise CollectiveError(_no_rank(function))
         environment.prepare()
         initialize()
+
+    def begin_run(self, timer: PhaseTimer, exact: bool) -> None:
+        """Take the timer of a training run; `exact`: it is to be bitwise identical on all ranks."""
+        self.timer = timer
+        self._not_exact = set(_FOLLOWING_RANKS) if exact else set()
+
+    def follows_ranks(self, operation: str) -> None:
+        """Warn once in an exact run that an operation's result depends on the number of ranks."""
+        if operation in self._not_exact:
+            self._not_exact.remove(operation)
+            logger.warning(
+                "exchange.name exact does not cover comm.%s: its result follows the ranks (a sum "
+                "in its rounding, rows in their order unless you sort them), so numbers computed "
+                "from it may differ in the last bits on another number of ranks; see "
+                'docs/collectives.md, "Exact runs"',
+                operation,
+            )
 
     def check(self, operation: str) -> None:
         """Raise CollectiveError if the other ranks would not participate in a collective."""

@@ -14,6 +14,9 @@ The watchdog writes the rank's stacks to RUN/logs and kills the rank when
   reached while the rank waits for its next generation. Without an elastic launcher the rank is
   first asked to stop (SIGTERM): the ranks write a checkpoint and end.
 
+A rank that is idle like this for 15 s is named before: in RUN/logs with its stacks, on its stderr
+with the position in its code, and to its exporter (Heartbeat.stuck_seconds).
+
 The watchdog reports the reason to an elastic launcher, and also if SIGKILL does not end the rank:
 the kernel cannot end a process that waits for a dead disk. An elastic job then continues without
 the rank; any other job ends.
@@ -25,15 +28,17 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -70,6 +75,8 @@ _IDLE_FACTORS = {
     Activity.LEAVING: _LEAVING_FACTOR,
 }
 IDLE = "no progress, no work"
+# A rank that is idle for this long is named; at most half of the time after which it is killed.
+_STUCK_SECONDS = 15.0
 _ENDING_SECONDS = 60.0  # at least: a rank limits its own end (train.py)
 
 
@@ -137,6 +144,9 @@ class Timer:
 class HangDetector:
     """Decides from outside a rank whether it hangs.
 
+    Attributes:
+        stuck_seconds: for which a rank that takes part has been idle; 0: it is not stuck yet.
+
     Args:
         hang_seconds: 0 = a rank that is not stopped is never classified as hung.
         reachable: whether the launcher responds; None without an elastic launcher.
@@ -156,6 +166,7 @@ class HangDetector:
         self._no_beat, self._idle = Timer(clock), Timer(clock)
         self._seen: tuple[int, int] = (-1, -1)  # beats, work
         self._scraps = 0  # of work, while the rank counts as idle
+        self.stuck_seconds = 0.0
 
     def verdict(
         self, beats: int, activity: Activity, work: int, stopped: bool, orphan: bool
@@ -189,7 +200,10 @@ class HangDetector:
         idle = same and self._scraps <= _SIDE_TICKS * limit
         if not idle:
             self._scraps = 0
-        if self._idle.seconds(idle) > limit:
+        seconds = self._idle.seconds(idle)
+        stuck = _IDLE_FACTORS.get(activity) == 1 and seconds > min(_STUCK_SECONDS, limit / 2)
+        self.stuck_seconds = seconds if stuck else 0.0
+        if seconds > limit:
             return f"{IDLE} for {limit:.0f} s"
         busy, limit = same and activity != Activity.LOADING, max(limit, _BUSY_FACTOR * hang)
         if self._no_beat.seconds(busy) > limit:
@@ -229,7 +243,7 @@ def _watch(arguments: list[str]) -> int:
     reachable, limit = (driver.reachable, driver.timeout) if driver else (None, None)
     detector = HangDetector(hang_seconds, reachable, limit)
     stacks: Path | None = None
-    ticks, unread = -1.0, False
+    ticks, unread, named = -1.0, False, False
     asked_at: float | None = None
     os.set_blocking(0, False)
     while True:
@@ -261,6 +275,14 @@ def _watch(arguments: list[str]) -> int:
             continue
         if asked_at is not None and time.monotonic() - asked_at > _SAVE_SECONDS:
             reason = _ORPHANED
+        heartbeat.stuck_seconds = stuck = detector.stuck_seconds
+        if stuck and not named and not _waits_for_a_reader(rank):
+            who = f"{'process' if driver else 'rank'} {number} on {socket.gethostname()}"
+            what = f"{IDLE} for {stuck:.0f} s (killed after {hang_seconds:g} s), "
+            what += f"while {activity.name}"
+            naming = partial(_name, process, who, what, stacks)
+            threading.Thread(target=naming, daemon=True).start()  # the disk may not respond
+        named = stuck > 0
         if reason and reason.startswith(IDLE) and _waits_for_a_reader(rank):
             if not unread:
                 _note_later(stacks, f"not killed: {reason}, but its output is not read")
@@ -284,16 +306,32 @@ _READ_OUTPUTS = ("pipe:", "/dev/pts/", "/dev/tty")
 
 
 def _is_full(output: str) -> bool:
-    try:
-        if not os.readlink(output).startswith(_READ_OUTPUTS):
-            return False  # to open a file on a dead disk would take for ever
-        opened = os.open(output, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError:
-        return False
-    try:
+    with _opened(output) as opened:
+        if opened is None:
+            return False
         poll = select.poll()
         poll.register(opened, select.POLLOUT)
         return not poll.poll(0)
+
+
+def _write(output: str, text: str) -> None:
+    with _opened(output) as opened, suppress(OSError):
+        if opened is not None:
+            os.write(opened, text.encode())
+
+
+@contextmanager
+def _opened(output: str) -> Iterator[int | None]:
+    """Open a pipe or terminal of another process without waiting; None: it is something else."""
+    try:
+        if not os.readlink(output).startswith(_READ_OUTPUTS):
+            raise FileNotFoundError  # to open a file on a dead disk would take for ever
+        opened = os.open(output, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        yield None
+        return
+    try:
+        yield opened
     finally:
         os.close(opened)
 
@@ -360,6 +398,39 @@ def end(
             launcher.notify("stuck", f"SIGKILL does not end it ({where})", _NOTIFY_SECONDS)
             return
         time.sleep(0.05)
+
+
+def _name(process: psutil.Process, who: str, text: str, stacks: Path | None) -> None:
+    """Write the stacks of a rank that is stuck, and say on its stderr where it is."""
+    dumped: list[str] = []
+    if stacks is not None:
+        dumping = threading.Thread(target=_stuck, args=(process, text, stacks, dumped), daemon=True)
+        dumping.start()
+        dumping.join(_REPORT_SECONDS)
+    where = f"; it is in {dumped[0]}, see {stacks}" if dumped else ""
+    _write(f"/proc/{process.pid}/fd/2", f"hvdtrain: warning: {who}: {text}{where}\n")
+
+
+def _stuck(process: psutil.Process, text: str, stacks: Path, position: list[str]) -> None:
+    with suppress(OSError, psutil.Error, subprocess.SubprocessError):
+        begin = stacks.stat().st_size if stacks.exists() else 0
+        _note(stacks, f"{text}\n" + _where(process).replace("; ", "\n"))
+        _dump(process, stacks)
+        position += _positions(stacks.read_bytes()[begin:].decode(errors="replace"))
+
+
+# The innermost frame of the main thread: py-spy names the thread, the fault handler puts it last.
+_FRAMES = (
+    r'"MainThread"\n\s+(?P<function>\S+) \((?P<file>\S+):(?P<line>\d+)\)',
+    r'recent call first\):\n\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>\S+)',
+)
+
+
+def _positions(text: str) -> list[str]:
+    for pattern in _FRAMES:
+        if frames := list(re.finditer(pattern, text)):
+            return [printable("{function} ({file}:{line})".format(**frames[-1].groupdict()))]
+    return []
 
 
 def _lives(pid: int) -> bool:

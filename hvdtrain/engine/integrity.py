@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from math import prod
 
 import torch
@@ -95,14 +96,19 @@ def whole_digest(
     return of_tensors(replicated or {}, spread)
 
 
+@cache  # every generation of an elastic run needs them
+def _random_weights() -> Tensor:
+    # Identical on every rank, so generated on the CPU, whatever device the rank has.
+    generator = torch.Generator().manual_seed(0x9E3779B9)
+    low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    return torch.randint(low, high, (_BLOCK,), generator=generator) | 1
+
+
 class TensorHash:
     """Hash tensors with random weights, of which each device holds a copy."""
 
     def __init__(self) -> None:
-        # Identical on every rank, so generated on the CPU, whatever device the rank has.
-        generator = torch.Generator().manual_seed(0x9E3779B9)
-        low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-        weights = torch.randint(low, high, (_BLOCK,), generator=generator) | 1
+        weights = _random_weights()
         self._weights = {weights.device: weights}
         self._signs: dict[torch.device, Tensor] = {}
 

@@ -14,6 +14,7 @@ from hvdtrain.engine.memory import CompileClock
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.bucketed import Residuals
 from hvdtrain.optim.loss_scale import LossScale
+from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.phases import PHASES, PhaseTimer
 from hvdtrain.runtime.tensor_shards import local
@@ -103,6 +104,12 @@ def build_exporter(
         "compile_seconds",
         "Seconds in which this process compiled its model; 0 without compile",
         lambda: of.compiled.seconds if of.compiled else 0.0,
+    )
+    exporter.watch(
+        "stuck_seconds",
+        "Seconds for which this rank has made no progress and done no work while others may wait "
+        "for it; 0 below 15 s",
+        lambda: heartbeat.HEARTBEAT.stuck_seconds,
     )
     for name, total, text in (
         ("collective", "calls", "Collectives of hvdtrain.comm"),

@@ -169,7 +169,8 @@ def prepare(
     if settings.config.exchange.exact:
         use_deterministic_kernels(device)
     precision = on_all_ranks("precision", lambda: _build_precision(settings.config, device))
-    timer = comm.COLLECTIVES.timer = _build_timer(start.clock, device)
+    timer = _build_timer(start.clock, device)
+    comm.COLLECTIVES.begin_run(timer, settings.config.exchange.exact)
 
     def read_data() -> tuple[Task, Datasets, Resolved]:
         task, datasets = data or build_data(settings)

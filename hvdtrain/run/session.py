@@ -343,7 +343,7 @@ class Session:
             except LostError as error:
                 raise crash(f"the launcher no longer responds ({error})") from None
             try:
-                check_gpus(self.device, self.topology)
+                check_gpus(self.topology)
                 return (yield from self._train(cause))
             except ReplacedError as error:
                 self.removed = True
@@ -426,7 +426,8 @@ class Rejoin:
             self.persistent.phase = RENDEZVOUS
             try:
                 with heartbeat.HEARTBEAT.waiting():
-                    return initialize(self.launched.settings.config.runtime.threads)
+                    threads = self.launched.settings.config.runtime.threads
+                    return initialize(threads, gpu=gpu_of(self.prepared.device))
             except RankLostError as error:
                 logger.warning("a rank died during the rendezvous, or cannot be reached: %s", error)
                 failure = Failure(RENDEZVOUS, str(error))

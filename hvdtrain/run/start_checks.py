@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from hvdtrain.checkpoint.mirror import check_mirror
 from hvdtrain.config import Config, Settings
 from hvdtrain.config_checks import Ranks, check_ranks
@@ -25,7 +23,6 @@ from hvdtrain.run.placement import check_placement, placed
 from hvdtrain.run.resolve import with_global_batch
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import AgreedError, gather_json
-from hvdtrain.runtime.device import gpu_of
 from hvdtrain.runtime.init import controller
 from hvdtrain.runtime.mesh import Grid, Topology
 
@@ -137,13 +134,13 @@ def _check_launcher(membership: Membership) -> None:
         )
 
 
-def check_gpus(device: torch.device, topology: Topology) -> None:
+def check_gpus(topology: Topology) -> None:
     """Check that no two ranks use one GPU; processes of an elastic run have chosen it alone.
 
     Raises:
         AgreedError: on all ranks; two of them do.
     """
-    gpus = gather_json(gpu_of(device), "own_gpu")
+    gpus = topology.gpus
     firsts = [gpus.index(gpu) if gpu else rank for rank, gpu in enumerate(gpus)]
     raise_first(
         [

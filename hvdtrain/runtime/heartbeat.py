@@ -19,7 +19,9 @@ _ADVANCES = struct.Struct("=Q")
 _OVER = struct.Struct("=?")
 _OVER_AT = _LAYOUT.size + _ADVANCES.size
 _STOPPING_AT = _OVER_AT + _OVER.size
-_SIZE = _STOPPING_AT + _OVER.size
+_STUCK = struct.Struct("=f")
+_STUCK_AT = _STOPPING_AT + _OVER.size
+_SIZE = _STUCK_AT + _STUCK.size
 
 
 class Activity(IntEnum):
@@ -87,6 +89,16 @@ class Heartbeat:
     @stopping.setter
     def stopping(self, stopping: bool) -> None:
         _OVER.pack_into(self._memory, _STOPPING_AT, stopping)
+
+    @property
+    def stuck_seconds(self) -> float:
+        """Seconds for which this process has been stuck, as its watchdog sees it; 0: it is not."""
+        seconds: float = _STUCK.unpack_from(self._memory, _STUCK_AT)[0]
+        return seconds
+
+    @stuck_seconds.setter
+    def stuck_seconds(self, seconds: float) -> None:
+        _STUCK.pack_into(self._memory, _STUCK_AT, seconds)
 
     def beat(self, activity: Activity) -> None:
         """Record progress; `activity` begins."""

@@ -22,12 +22,15 @@ from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.work import HOROVOD, threads_named
 
 
-def initialize(threads: int = 0, stop: Callable[[], bool] = lambda: False) -> Topology:
+def initialize(
+    threads: int = 0, stop: Callable[[], bool] = lambda: False, gpu: str = ""
+) -> Topology:
     """Start Horovod and return the topology; call `environment.prepare` first.
 
     Args:
         threads: number of threads for this rank's computations; 0 = by cores and ranks.
         stop: whether this process was asked to stop; it then waits no longer for other ranks.
+        gpu: identity of this rank's GPU, see runtime.device.gpu_of, if it is known.
 
     Raises:
         LauncherError: Horovod does not fit the launcher.
@@ -55,13 +58,14 @@ def initialize(threads: int = 0, stop: Callable[[], bool] = lambda: False) -> To
             f"the launcher started {expected} ranks, but Horovod sees {hvd.size()}: {cause}; for "
             "independent runs set --runtime.standalone true"
         )
-    facts = gather_json([socket.gethostname(), sorted(os.sched_getaffinity(0))], "topology")
+    facts = gather_json([socket.gethostname(), sorted(os.sched_getaffinity(0)), gpu], "topology")
     if threads:
         torch.set_num_threads(threads)
     else:
-        _set_threads(machine.cores(), sharers=facts.count(facts[hvd.rank()]))
-    hosts = tuple(host for host, _ in facts)
-    return Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hosts)
+        processors = [fact[:2] for fact in facts]
+        _set_threads(machine.cores(), sharers=processors.count(processors[hvd.rank()]))
+    hosts, _, gpus = (tuple(each) for each in zip(*facts, strict=True))
+    return Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hosts, gpus)
 
 
 _own_threads: int | None = None  # number that `_set_threads` has set

@@ -30,6 +30,7 @@ class Topology:
         local_rank: number of this process among the processes on its host
         local_size: number of processes on its host
         hosts: host name of every rank
+        gpus: identity of every rank's GPU, see runtime.device.gpu_of; "": none, or not yet known
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Topology:
     local_rank: int
     local_size: int
     hosts: tuple[str, ...]
+    gpus: tuple[str, ...] = ()
 
     @property
     def host(self) -> str:

@@ -91,6 +91,9 @@ def _in_logs(run: Path, since: float) -> Iterator[Evidence]:
                 yield Evidence(str(line.get("host")), GPU, str(line.get("message", "")))
 
 
+_REPORT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
+
+
 def _hung(run: Path, since: float) -> Iterator[Evidence]:
     """Ranks that their watchdog killed: logs/hang_HOST_N.txt."""
     for path in sorted(run.glob("logs/hang_*_*.txt")):
@@ -100,10 +103,11 @@ def _hung(run: Path, since: float) -> Iterator[Evidence]:
             lines = read_regular(path).decode("utf-8", "replace").splitlines()
         except OSError:
             continue
-        reports = [line for line in lines if "killed by its watchdog" in line]
-        if reports and (cause := cause_of_report(reports[-1])):
+        # The last one may be of a rank that is stuck, in a later start.
+        report = next((line for line in reversed(lines) if _REPORT.match(line)), "")
+        if "killed by its watchdog" in report and (cause := cause_of_report(report)):
             host = path.stem.removeprefix("hang_").rpartition("_")[0]
-            yield Evidence(host, cause, reports[-1])
+            yield Evidence(host, cause, report)
 
 
 # A launcher names only the rank that ended first; it has ended the other ranks itself.

@@ -40,6 +40,7 @@ _WANTED = (
     "hvdtrain_micro_batches ",
     "hvdtrain_straggler_score ",
     "hvdtrain_straggler{",
+    "hvdtrain_stuck_seconds ",
     "hvdtrain_host_memory_bytes ",
     "hvdtrain_device_memory_bytes ",
     *(f"hvdtrain_{name}{{" for name in _PEAKS),
@@ -77,7 +78,7 @@ class Rank:
         phases: seconds of the process in each phase so far
         shares: shares of the time since the previous answer, in [0, 1]; empty without a previous
             answer
-        slow: phase in which the rank is reported as slow; "" if it is not
+        slow: phase in which the rank is reported as slow, or that it is stuck; "" if neither
         peak: (peak memory in bytes, phase that used it): of the device if there is one
     """
 
@@ -238,6 +239,8 @@ def _parse(target: Target, text: str, before: Mapping[str, float]) -> Rank:
         raise ValueError("no metrics of hvdtrain")
     host, device = (peaks.get(name, (0.0, "")) for name in _PEAKS)
     peak = device if device[0] else host
+    if stuck := values.get("stuck_seconds"):
+        slow = f"stuck for {stuck:.0f} s"
     return Rank(target, "", values, phases, _shares(phases, before), slow, peak)
 
 

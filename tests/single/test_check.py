@@ -367,6 +367,17 @@ def test_unseeded_split_is_named_by_the_runs_that_refuse_it(
     assert "give random_split a generator with a seed" in found.to_text(), found.to_text()
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["sum", "rows"])
+def test_collective_whose_result_follows_the_ranks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    command = [str(SCRIPTS / "gathered.py"), how]
+    found = checked(tmp_path, monkeypatch, command, 20, sys.executable)
+    assert found.same is (how == "rows"), found.to_text()
+    assert found.same or found.causes[0].startswith("comm.all_reduce: "), found.to_text()
+
+
 OF_PAGES = {"README.md": "with hvdtrain.training(model, optimizer, dataset)",
             "docs/own-loops.md": "with hvdtrain.training(model, optimizer, dataset)"}  # fmt: skip
 PORTED = ["digits", "elastic", "imagenet", "benchmark", "policy", "ddp", "trainer", "gan"]

@@ -21,7 +21,7 @@ from hvdtrain.run.exporting import Exported, build_exporter
 from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.config import TelemetryConfig
-from tests.support import warm
+from tests.support import own_loops, warm
 from tests.support.runs import REPOSITORY, metrics, run, start
 
 DOCS = REPOSITORY / "docs/collectives.md"
@@ -34,7 +34,7 @@ COLLECTING = (
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_docs_script_counts_the_same_on_any_number_of_ranks(tmp_path: Path, launcher: str) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     script = tmp_path / "count_bytes.py"
     script.write_text(code)
     command = [warm.python(LAUNCHERS[launcher]), str(script)]
@@ -162,3 +162,15 @@ def test_exporter_includes_collective_metrics(monkeypatch: pytest.MonkeyPatch) -
     assert 'hvdtrain_collective_bytes_total{operation="all_gather"} 24.0' in lines
     assert 'hvdtrain_collective_bytes_total{operation="broadcast"} 0.0' in lines
     assert any(line.startswith("hvdtrain_collective_seconds_total{") for line in lines)
+
+
+@pytest.mark.parametrize("how", ["sum", "rows"])
+def test_result_that_follows_the_ranks_is_said_in_exact_runs(tmp_path: Path, how: str) -> None:
+    for run_id, launcher in {"one": "", "three": "gloo:3"}.items():
+        flags = [run_id, "gathered.py", launcher, *own_loops.EXACT, how]
+        done = own_loops.start(tmp_path, *flags)
+        assert done.returncode == 0, done
+        called = "all_reduce" if how == "sum" else "all_gather"
+        assert done.stderr.count(f"does not cover comm.{called}") == 1, done
+    same = own_loops.curve(tmp_path / "one") == own_loops.curve(tmp_path / "three")
+    assert same is (how == "rows")

@@ -130,17 +130,14 @@ def test_elastic_process_uses_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         choose(ALL, 2)
 
 
-def test_ranks_with_one_gpu_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = ["node1 a", "node1 b", "node2 a", "node1 b"]
-    monkeypatch.setattr(start_checks, "gather_json", lambda mine, name: seen)
-    topology = Topology(0, 4, 0, 4, ("node1", "node1", "node2", "node1"))
+def test_ranks_with_one_gpu_are_refused_on_all_ranks() -> None:
+    hosts = ("node1", "node1", "node2", "node1")
+    same, other = (("node1 a", "node1 b", "node2 a", last) for last in ("node1 b", "node1 c"))
     with pytest.raises(AgreedError, match="the GPU of rank 1 on node1: start one rank") as raised:
-        start_checks.check_gpus(torch.device("cpu"), topology)
+        start_checks.check_gpus(Topology(0, 4, 0, 4, hosts, same))
     assert raised.value.rank == 3
-    seen[3] = "node1 c"
-    start_checks.check_gpus(torch.device("cpu"), topology)
-    seen[:] = [""] * 4  # CPUs
-    start_checks.check_gpus(torch.device("cpu"), topology)
+    start_checks.check_gpus(Topology(0, 4, 0, 4, hosts, other))
+    start_checks.check_gpus(Topology(0, 4, 0, 4, hosts, ("",) * 4))  # CPUs
 
 
 # --- kernels and rounding ---

@@ -56,7 +56,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(heartbeat, "HEARTBEAT", Heartbeat())
     monkeypatch.setattr(session, "shut_down", lambda: None)
-    monkeypatch.setattr(session, "initialize", lambda threads: None)
+    monkeypatch.setattr(session, "initialize", lambda threads, gpu: None)
 
     def make(answers: list[dict[str, Any]]) -> tuple[Rejoin, _Launcher]:
         launcher = _Launcher(answers)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,7 +73,8 @@ def rank(tmp_path: Path) -> Iterator[StartRank]:
     def start(lines: str, hang_seconds: float = 2.0) -> subprocess.Popen[str]:
         code = RANK.replace("HANG_SECONDS", str(hang_seconds)) + lines
         command = [sys.executable, "-c", code, str(tmp_path / "stacks")]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True))
         assert started[-1].stdout is not None
         started[-1].stdout.readline()  # it works
         return started[-1]
@@ -137,6 +140,48 @@ def test_suspended_job_is_not_killed_when_it_continues(
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.1)  # its watchdog checks before the rank has done anything
     assert healthy.wait(20) == 0
+
+
+def test_stuck_rank_is_named_with_its_position(rank: StartRank, tmp_path: Path) -> None:
+    lines = (
+        "def report():\n"
+        "    while not HEARTBEAT.stuck_seconds: time.sleep(0.1)\n"
+        "    print('stuck', flush=True)\n"
+        "def wait_for_lock():\n"
+        "    time.sleep(60)\n"
+        "Thread(target=report, daemon=True).start()\n"
+        "work()\n"
+        "wait_for_lock()"
+    )
+    stuck = rank(lines, hang_seconds=6.0)
+    assert stuck.wait(60) == -signal.SIGKILL
+    assert stuck.stdout is not None and stuck.stderr is not None
+    assert stuck.stdout.read() == "stuck\n"
+    lines = stuck.stderr.read()
+    assert lines.count("hvdtrain: warning: rank 0 on ") == 1, lines
+    assert "no progress, no work for 3 s (killed after 6 s), while WORKING" in lines
+    assert "it is in wait_for_lock (" in lines
+    reports = (tmp_path / "stacks").read_text()
+    assert reports.index("(killed after 6 s)") < reports.index("killed by its watchdog")
+
+
+def test_position_of_the_main_thread_is_read_from_the_fault_handler(tmp_path: Path) -> None:
+    began, end = threading.Event(), threading.Event()
+
+    def other() -> None:
+        began.set()
+        end.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    began.wait()
+    with open(tmp_path / "stacks", "w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    end.set()
+    thread.join()
+    name = "test_position_of_the_main_thread_is_read_from_the_fault_handler"
+    [position] = watchdog._positions((tmp_path / "stacks").read_text())
+    assert position.startswith(f"{name} ({__file__}:")
 
 
 def test_rank_is_watched_after_its_watchdog_dies(rank: StartRank, tmp_path: Path) -> None:

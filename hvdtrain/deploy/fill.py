@@ -30,6 +30,7 @@ from hvdtrain.text import plural
 from hvdtrain.untrusted import is_of, printable, real
 
 _COMMAND_SECONDS = 60.0
+_FILTERS = ("SQUEUE_", "SINFO_", "SCANCEL_")  # variables by which users show a part of the queue
 _LOOK_SECONDS = 0.5  # while the run has no driver
 _SILENT_SECONDS = 5.0  # a driver renews its token twice a second
 # Reasons for which a job is pending that may start as soon as nodes are idle. If it has not for so
@@ -102,7 +103,8 @@ class Fill:
 
     def __post_init__(self) -> None:
         digest = hashlib.sha256(str(self.run).encode()).hexdigest()[:6]
-        self._name = f"donor-{self.run.name}-{digest}"
+        # scancel separates names by commas.
+        self._name = f"donor-{re.sub(r'[^A-Za-z0-9_.-]', '_', self.run.name)}-{digest}"
         self._partitions, self._ranks = _read_script(self.script)
 
     def until_the_end(self) -> int:
@@ -301,9 +303,10 @@ def _slurm(*command: str) -> str:
         SlurmError: it failed.
         UserError: it is not installed here.
     """
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False
+            command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, env=env, check=False
         )
     except FileNotFoundError:
         raise UserError(f"{command[0]} is not installed here: start fill where Slurm is") from None

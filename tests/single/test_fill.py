@@ -77,6 +77,11 @@ def test_donors_wait_for_a_job_that_may_start(fill: Fill, job: str, count: int) 
     assert _count(fill, job, now=SECONDS + 1.0) == 2, "Slurm has passed it over"
 
 
+def test_name_of_donors_is_one_name_for_scancel(fill: Fill) -> None:
+    other = Fill(Path("/runs/a,b c"), fill.script, most=1, every=1, wait=1)
+    assert other._name.startswith("donor-a_b_c-") and other._name != fill._name
+
+
 def _lines(ranks: int, speed: float, count: int = 9) -> list[dict[str, float]]:
     return [{"world_size": ranks, "samples_per_second": speed}] * count
 

@@ -166,7 +166,8 @@ def test_run_uses_idle_nodes_and_delays_no_rigid_job(
         print(f"steps {len(lines)}, lost {lost}, changes {changes}")
         print(fill.output())
         print(run.output()[-6000:])
-    expected = undisturbed_losses(tmp_path, [*TRAIN, "--train.duration", str(len(lines))])
+    train = [*TRAIN, "--train.duration", str(len(lines))]
+    expected = undisturbed_losses(tmp_path, train, timeout=600)
     run.check_curve(expected, rel=2e-4)
     assert lost == 0
     assert not re.search(r"process \d+ on", run.output())

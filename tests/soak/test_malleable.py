@@ -134,7 +134,8 @@ def test_run_uses_idle_nodes_and_delays_no_rigid_job(
 ) -> None:
     cluster = slurm.cluster
     # Bitwise identical losses on any number of ranks, and on a shorter run.
-    train = [*TRAIN, "--exchange.name", "exact", "--schedule.name", "constant"]
+    train = [*TRAIN, "--exchange.name", "exact", "--runtime.threads", "1"]
+    train += ["--schedule.name", "constant"]
     run = MalleableRun(cluster, slurm, [*train, "--train.duration", str(STEPS)], PACE)
     run.wait_for_world(1)
     alone = _play(slurm, 0.2)

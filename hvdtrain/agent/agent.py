@@ -684,7 +684,7 @@ class Agent:
         if self._successor is not None or self._settings.attached:
             return False
         if self._settings.guest:
-            return True  # a driver that is away is told when it returns
+            return True  # a driver that is away is notified when it returns
         here = self._first_driver is not None and os.path.exists(f"/proc/{self._first_driver}")
         return self._channel is not None and not here and not launched()
 

@@ -25,6 +25,7 @@ GROUPS = {
         "train": "train a model; with launchers use python -m hvdtrain.train",
         "launch": "train on the hosts that respond, and restart after a failure",
         "agent": "start and end this host's ranks for the driver of a run",
+        "fill": "lend idle nodes of a Slurm to a run",
         "discover": "print the hosts that respond, as host:slots",
         "tasks": "list the installed tasks, and the keys of each",
     },

@@ -30,14 +30,16 @@ it gets the token. The agents take turns, which the driver assigns (`turn`), so 
 read the token.
 
 A signal asks all ranks of the run to save and end, with one exception: SIGTERM to an agent that is
-not a task of a launcher, which would signal all tasks, means that its host leaves the run, as when
-a pod is evicted. Its ranks leave between two steps; then the agent exits with 75.
+not a task of the launch, whose launcher would signal all tasks, means that its host leaves the run,
+as when a pod is evicted. Its ranks leave between two steps; then the agent exits with 75. So does
+the agent of a job that lends its host to the run, shortly before the end of that job.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import secrets
 import signal
@@ -57,10 +59,13 @@ from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.agent.protocol import Channel, Message
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
 from hvdtrain.run_files import owner_token
+from hvdtrain.run_files.events_file import last_lines
 from hvdtrain.run_files.owner_token import Token, moved
+from hvdtrain.runtime.allocation import seconds_left
 from hvdtrain.runtime.environment import launched
 from hvdtrain.runtime.queued_output import flush, say
 from hvdtrain.runtime.signals import ASKING, PAIR_SECONDS, requests
+from hvdtrain.untrusted import real
 
 _CONNECT_SECONDS = 1.5  # to one address of the driver
 _REPLY_SECONDS = 5.0
@@ -88,6 +93,11 @@ _SETTLED_SECONDS = 5.0
 _RENEWED_SECONDS = 2.0  # a driver renews its token more often
 # A signal that arrives while no driver responds waits for the next one, which lets the ranks save.
 _SIGNAL_SECONDS = 10.0
+# A host that a job lends to the run: how long before the end of the job it leaves at the latest,
+# how often the batch system is asked for that, and after how long it leaves without any rank.
+_LEAVE_SECONDS = 10.0
+_ASK_SECONDS = 60.0
+_UNUSED_SECONDS = 60.0
 _END_SECONDS = guard.GRACE_SECONDS + 3.0
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 14  # a longer line is sent in pieces
@@ -115,6 +125,8 @@ class AgentSettings:
         driver: the only driver.
         launch: see `Invitation`.
         attached: end when stdin ends.
+        guest: this agent is not a task of the launch: its host may leave the run at any time.
+        job: of the batch system that lends this host to the run: the host leaves before it ends.
     """
 
     run: Path | None
@@ -125,6 +137,8 @@ class AgentSettings:
     driver: DriverFile | None = None
     launch: str = ""
     attached: bool = False
+    guest: bool = False
+    job: str | None = None
 
 
 def environment_of_ranks(env: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -220,6 +234,8 @@ class Agent:
         if (path := self._settings.run) is not None:
             works += [self._leave_silent_drivers(path), self._replace_drivers(path)]
             works.append(self._watch_directory(path))
+            if (job := self._settings.job) is not None:
+                works.append(self._leave_before_end(path, job))
         if self._settings.attached:
             loop.add_reader(0, self._on_input)
         tasks = [asyncio.create_task(work) for work in works]
@@ -281,7 +297,7 @@ class Agent:
             self._distrusts, driver = True, self._driver  # the ranks do not end by it
         if driver is None:
             return None
-        own_launch = driver_file.launch_identity()
+        own_launch = "" if self._settings.guest else driver_file.launch_identity()
         if own_launch and driver.launch and driver.launch != own_launch:
             return None  # of an earlier launch; this one's driver has not written it yet
         if driver.exit_code is not None:
@@ -401,8 +417,7 @@ class Agent:
             self._send({"type": "beat"})
             self._send_kept()
             self._continue_guards(seen)
-            if self._leaving and not self._ranks:
-                self._finish(EXIT_PREEMPTED)
+            self._end_left_host()
             if self._channel is not None:
                 self._connected += passed
                 if self._connected > _SETTLED_SECONDS:
@@ -442,7 +457,8 @@ class Agent:
     def _alone(self) -> bool:
         """Whether a driver that had accepted this agent does not respond now."""
         silent = self._channel is None or self._silent > _QUIET_SECONDS
-        return silent and self._ever and self._finishing is None and self._successor is None
+        stays = self._finishing is None and not self._leaving
+        return silent and self._ever and stays and self._successor is None
 
     async def _replace_drivers(self, run: Path) -> None:
         """Start another driver when this agent's driver is gone."""
@@ -685,6 +701,11 @@ class Agent:
     def _report_exit(self, number: int, code: int) -> None:
         self._ended[number] = code
         self._send({"type": "exit", "number": number, "code": code})
+        self._end_left_host()
+
+    def _end_left_host(self) -> None:
+        if self._leaving and not self._ranks:
+            self._finish(EXIT_PREEMPTED)
 
     # Signals and the end.
 
@@ -734,9 +755,33 @@ class Agent:
 
     def _may_leave(self) -> bool:
         """Whether a driver on another host can continue the run without this host."""
+        if self._successor is not None or self._settings.attached:
+            return False
+        if self._settings.guest:
+            return True  # a driver that is away is notified when it returns
         here = self._first_driver is not None and os.path.exists(f"/proc/{self._first_driver}")
-        elsewhere = self._channel is not None and self._successor is None and not here
-        return elsewhere and not self._settings.attached and not launched()
+        return self._channel is not None and not here and not launched()
+
+    async def _leave_before_end(self, run: Path, job: str) -> None:
+        """Leave before the job ends that lends this host: in time for two of the slowest steps.
+
+        Also leave if the run has had no use for this host for a while: others can use it.
+        """
+        now, end, needed, due, used_at = 0.0, math.inf, _LEAVE_SECONDS, 0.0, 0.0
+        while end - now > needed and now - used_at < _UNUSED_SECONDS:
+            if now >= due:
+                left = await _aside(seconds_left, job)
+                end = end if left is None else now + left
+                needed = max(_LEAVE_SECONDS, 2 * await _aside(_slowest_step, run))
+                due = now + _ASK_SECONDS
+            await asyncio.sleep(_LOOK_SECONDS)
+            now += _LOOK_SECONDS  # stands still while the job is suspended
+            used_at = now if self._ranks or not self._ever else used_at
+        if end - now <= needed:
+            _say(f"job {job} ends in {end - now:.0f} s: this host leaves the run")
+        else:
+            _say(f"the run has had no rank here for {_UNUSED_SECONDS:.0f} s: this host leaves it")
+        self._on_signal(signal.SIGTERM)
 
     def _finish(self, code: int) -> None:
         """End all ranks, then this agent with an exit code."""
@@ -804,6 +849,12 @@ def _refusal(token: Path) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def _slowest_step(run: Path) -> float:
+    """Return the longest duration, in seconds, of the run's last steps; 0 if there is none."""
+    lines = last_lines(run / "metrics.jsonl")
+    return max((real(line.get("step_seconds")) or 0.0 for line in lines), default=0.0)
 
 
 def _start_successor(run: Path, token: Token, since: float) -> int:

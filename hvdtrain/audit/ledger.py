@@ -57,6 +57,7 @@ class StartEvent:
         seen: (step, time) of the last lines of metrics before this start, by the clock of the host
             that wrote it.
         samples_compared: of data without a fingerprint, how many samples the ranks compared.
+        borrowed: hosts that a batch system lends to the run, and since when (unix time).
     """
 
     time: float
@@ -89,6 +90,7 @@ class StartEvent:
     spike: dict[str, float | None] | None = None
     seen: list[list[float]] = field(default_factory=list)
     samples_compared: int | None = None
+    borrowed: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _in_range("time", self.time, -_MOST_SECONDS, _MOST_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+import time
 from pathlib import Path
 
 from hvdtrain.commands.arguments import at_least, seconds
@@ -33,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds to wait for the driver (default: %(default)s)",
     )
+    # Of `hvdtrain launch`, one of whose tasks becomes this agent.
+    parser.add_argument("--task", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--driver", type=int, help=argparse.SUPPRESS)
 
 
@@ -49,10 +52,21 @@ def add_slots(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from hvdtrain.agent.agent import AgentSettings, environment_of_ranks, keep
     from hvdtrain.agent.host import default_slots
+    from hvdtrain.runtime.allocation import BORROWED, slurm_job
     from hvdtrain.runtime.queued_output import queued
 
     slots = args.slots or default_slots()
-    environment = environment_of_ranks()
-    settings = AgentSettings(args.run.absolute(), args.host, slots, args.wait, environment)
+    environment, job = environment_of_ranks(), None if args.task else slurm_job()
+    if job is not None:
+        environment[BORROWED] = str(time.time())
+    settings = AgentSettings(
+        args.run.absolute(),
+        args.host,
+        slots,
+        args.wait,
+        environment,
+        guest=not args.task,
+        job=job,
+    )
     with queued():
         return keep(settings, args.driver)

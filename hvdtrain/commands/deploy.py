@@ -17,10 +17,14 @@ _OBJECTS = (
     *("nodes", "ranks", "cpus", "gpus", "image", "gpu-image", "min-nodes"),
     *("memory", "storage", "storage-class", "monitoring"),
 )
-_DIRECTORIES = ("kubernetes", "trainjob")  # targets of several files
+_DIRECTORIES = ("malleable", "kubernetes", "trainjob")  # targets of several files
 # target -> (help line, options in addition to the common ones)
 _TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "slurm": ("a script for sbatch, requeued until the run has ended", _BATCH),
+    "malleable": (
+        "a script for sbatch that holds an elastic run, and one that lends it idle nodes",
+        (*_BATCH, "donor-time", "donor-queue"),
+    ),
     "pbs": ("a script for qsub, submitted again until the run has ended", _BATCH),
     "lsf": ("a script for bsub, requeued until the run has ended", _BATCH),
     "flux": ("an elastic script for flux batch, submitted again until the run has ended", _BATCH),
@@ -65,12 +69,20 @@ def _options() -> dict[str, dict[str, Any]]:
     count: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
     return {
         "name": {"metavar": "NAME", "help": "name of the job (default: hvdtrain)"},
-        "nodes": count | {"help": "number of nodes (default: 2)"},
+        "nodes": count | {"help": "number of nodes (default: 2; malleable: 1)"},
         "ranks": count | {"help": "ranks per node (default: 8)"},
         "cpus": count | {"help": "CPUs per rank (default: the cluster's default)"},
         "gpus": {"action": "store_true", "help": "request one GPU per rank"},
         "time": {"metavar": "[D-]HH:MM:SS", "help": "time limit of the job (default: 01:00:00)"},
         "queue": {"metavar": "NAME", "help": "queue or partition (default: the cluster's default)"},
+        "donor-time": {
+            "metavar": "[D-]HH:MM:SS",
+            "help": "time limit of a job that lends a node (default: 00:20:00)",
+        },
+        "donor-queue": {
+            "metavar": "NAME",
+            "help": "partition of jobs that lend nodes (default: the cluster's default)",
+        },
         "module": {
             "action": "append",
             "dest": "modules",
@@ -131,8 +143,10 @@ def run(args: argparse.Namespace) -> int:
     given["modules"] = tuple(given.get("modules", ()))
     given["hosts"] = tuple(parse_hosts(args.hosts)) if "hosts" in given else ()
     given.setdefault("venv", _own_environment())
-    run_id = parse(keys).config.run.id
-    job = Job(**given, keys=_without_run_id(keys), run_id=run_id)
+    if args.target == "malleable":
+        given.setdefault("nodes", 1)
+    run = parse(keys).config.run
+    job = Job(**given, keys=_without_run_id(keys), run_id=run.id, run_root=str(run.root))
     files = TARGETS[args.target](job)
     if job.out is None:
         print(*files.values(), sep="", end="")

@@ -34,6 +34,7 @@ class Job:
     Args:
         keys: the configuration's keys, as flags, without run.id
         run_id: run.id, if it was given
+        run_root: run.root
         name: job name
         nodes: number of nodes
         ranks: ranks per node
@@ -42,6 +43,8 @@ class Job:
         grace: seconds that the ranks have for a last checkpoint
         time: time limit of the job, [D-]HH:MM:SS
         queue: a partition of Slurm, a queue of PBS, LSF or Flux; None: the default one
+        donor_time: time limit of a job that lends a node to the run
+        donor_queue: its partition; None: the default one
         modules: environment modules to load
         venv: the environment with hvdtrain
         image: a container image with hvdtrain
@@ -60,6 +63,7 @@ class Job:
 
     keys: tuple[str, ...] = ()
     run_id: str | None = None
+    run_root: str = "runs"
     name: str = "hvdtrain"
     nodes: int = 2
     ranks: int = 8
@@ -68,6 +72,8 @@ class Job:
     grace: int = 120
     time: str = "01:00:00"
     queue: str | None = None
+    donor_time: str = "00:20:00"
+    donor_queue: str | None = None
     modules: tuple[str, ...] = ()
     venv: str = ".venv"
     image: str | None = None
@@ -88,7 +94,9 @@ class Job:
             )
         words: Mapping[str, str | None] = {
             "--queue": self.queue,
+            "--donor-queue": self.donor_queue,
             "run.id": self.run_id,
+            "run.root": self.run_root,
             "--out": None if self.out is None else str(self.out),
             "--venv": self.venv,
             "--image": self.image,
@@ -105,22 +113,24 @@ class Job:
                 f"--time {self.time} leaves less than a minute before the {self.grace} s of "
                 "--grace: give more time, or a shorter grace"
             )
+        if _seconds("--donor-time", self.donor_time) < _SHORTEST_LIMIT:
+            raise UserError(f"--donor-time {self.donor_time}: give a minute at least")
         if self.min_nodes > self.nodes:
             raise UserError(f"--min-nodes {self.min_nodes} is more than --nodes {self.nodes}")
 
     @property
     def limit_seconds(self) -> int:
-        match = _TIME.fullmatch(self.time)
-        if match is None:
-            raise UserError(f"--time {self.time}: [DAYS-]HH:MM:SS is expected, such as 12:00:00")
-        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+        return _seconds("--time", self.time)
 
     @property
     def limit(self) -> str:
         """Time limit as HH:MM:SS, with as many digits for hours as needed."""
-        minutes, seconds = divmod(self.limit_seconds, 60)
-        return f"{minutes // 60:02}:{minutes % 60:02}:{seconds:02}"
+        return _limit(self.limit_seconds)
+
+    @property
+    def donor_limit(self) -> str:
+        """Time limit of a job that lends a node."""
+        return _limit(_seconds("--donor-time", self.donor_time))
 
     @property
     def np(self) -> int:
@@ -136,6 +146,24 @@ class Job:
     def run(self) -> str:
         """Run ID for targets without a number per job."""
         return self.run_id or self.name
+
+    @property
+    def run_directory(self) -> str:
+        """Run directory, from the directory in which the job is submitted."""
+        return f"{self.run_root}/{self.run_id}"
+
+
+def _seconds(option: str, text: str) -> int:
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise UserError(f"{option} {text}: [DAYS-]HH:MM:SS is expected, such as 12:00:00")
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _limit(limit_seconds: int) -> str:
+    minutes, seconds = divmod(limit_seconds, 60)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{seconds:02}"
 
 
 # Files of each target.
@@ -169,8 +197,22 @@ def _directory(templates: Mapping[str, str]) -> Callable[[Job], Files]:
     return make
 
 
+def _malleable(job: Job) -> Files:
+    if job.run_id is None:
+        raise UserError("run.id is missing: donors find the run by it; add --run.id NAME after --")
+    run, donor = (f"{job.out}/{name}" for name in (RUN_SCRIPT, DONOR_SCRIPT))
+    return {
+        RUN_SCRIPT: _render("slurm.sh", job, file=run, launcher="elastic"),
+        DONOR_SCRIPT: _render("donor.sh", job, file=donor),
+    }
+
+
+# Scripts of a malleable run.
+RUN_SCRIPT, DONOR_SCRIPT = "run.sbatch", "donor.sbatch"
+
 TARGETS: dict[str, Callable[[Job], Files]] = {
-    "slurm": _one_file("train.sbatch", "slurm.sh"),
+    "slurm": _one_file("train.sbatch", "slurm.sh", launcher="srun"),
+    "malleable": _malleable,
     "pbs": _one_file("train.pbs", "batch.sh", scheduler="pbs"),
     "lsf": _one_file("train.lsf", "batch.sh", scheduler="lsf"),
     "flux": _one_file("train.flux", "flux.sh"),

@@ -18,6 +18,7 @@ from hvdtrain.report import units
 from hvdtrain.report.run import Column, RankSeries, RecordedRun, sources_of
 from hvdtrain.run_files.listing import alive
 from hvdtrain.runtime.mesh import WAITED
+from hvdtrain.telemetry.borrowed import BorrowedNodes
 
 Metrics = dict[str, Any]
 
@@ -61,6 +62,7 @@ def run_metrics(run: RecordedRun) -> Metrics:
         **_slowest(run),
         **_goodput(run),
         "restarts": restarts(run),
+        "borrowed": borrowed(run),
         **_checkpoints(run),
         "missing": run.missing,
     }
@@ -289,6 +291,28 @@ def _goodput(run: RecordedRun) -> Metrics:
         "goodput_share": goodput.share,
         "wall_seconds": goodput.wall,
         "seconds_by_part": goodput.parts,
+    }
+
+
+def borrowed(run: RecordedRun) -> Metrics | None:
+    """What nodes that a batch system lent have added; None: it lent none."""
+    generations = run.ledger.generations if run.ledger else []
+    if run.ledger is None or not any(one.start.borrowed for one in generations):
+        return None
+    nodes = BorrowedNodes()
+    for generation in generations:
+        nodes.hosts, step = generation.start.borrowed, generation.start.step
+        for line in generation.lines:
+            # A line has the mean of the steps since the last one.
+            nodes.add_step((line.step - step) * line.step_seconds, line.time)
+            step = line.step
+    redone = [redone_steps(before, now.start).least for before, now in pairwise(generations)]
+    hours = (generations[-1].last_time - run.ledger.began) / 3600
+    return {
+        "used_node_seconds": nodes.seconds()["used"],
+        "idle_node_seconds": nodes.seconds()["idle"],
+        "lost_steps": sum(redone),
+        "changes_per_hour": (len(generations) - 1) / hours if hours > 0 else None,
     }
 
 

@@ -119,6 +119,7 @@ def tiles(metrics: Metrics) -> list[Tile]:
         _communication(metrics),
         _goodput(metrics),
         _restarts(metrics),
+        *_borrowed(metrics),
     ]
 
 
@@ -196,6 +197,18 @@ def _restarts(metrics: Metrics) -> Tile:
     redone = Redone(*(sum(restart[name] for restart in restarts) for name in bounds))
     below = f"{units.seconds(cost)} without steps, {redone.counted()} redone"
     return tile("Restarts", str(len(restarts)), below)
+
+
+def _borrowed(metrics: Metrics) -> list[Tile]:
+    found = metrics["borrowed"]
+    if found is None:
+        return []
+    used, idle = found["used_node_seconds"], found["idle_node_seconds"]
+    lost = f"{plural(found['lost_steps'], 'step')} lost"
+    below = f"of {units.number(used + idle)}; {lost}"
+    if (changes := found["changes_per_hour"]) is not None:
+        below += f", {units.number(changes)} changes per hour"
+    return [tile("Borrowed node-seconds used", units.number(used), below)]
 
 
 def warnings(metrics: Metrics) -> list[str]:

@@ -16,7 +16,7 @@ from hvdtrain.engine.callbacks.allocation import StopBeforeEnd
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints, Saving
 from hvdtrain.engine.callbacks.digests import RecordDigests
 from hvdtrain.engine.callbacks.evaluate import Evaluate
-from hvdtrain.engine.callbacks.log import Export, LogMetrics, RecordMfu
+from hvdtrain.engine.callbacks.log import CountBorrowed, Export, LogMetrics, RecordMfu
 from hvdtrain.engine.callbacks.profile import Profile
 from hvdtrain.engine.callbacks.replicas import ReplicaCheck
 from hvdtrain.engine.callbacks.stragglers import Destinations, DetectStragglers
@@ -62,6 +62,7 @@ class Callbacks:
     stragglers: DetectStragglers | None
     evaluate: Evaluate | None
     own: list[OwnCallback]
+    borrowed: CountBorrowed | None
     log: LogMetrics
     checkpoint: SaveCheckpoints
     snapshot: KeepCommonState | None
@@ -145,6 +146,7 @@ def build_callbacks(
         if config.eval.every and components.datasets.validation is not None
         else None,
         own=[OwnCallback(own) for own in (optional(components.task, "callbacks") or list)()],
+        borrowed=CountBorrowed(recorder.borrowed) if recorder else None,
         log=LogMetrics(
             recorder.metrics if recorder else None,
             outputs.recent,

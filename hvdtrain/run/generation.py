@@ -38,7 +38,7 @@ from hvdtrain.run.start_checks import check_hierarchical, raise_first
 from hvdtrain.run_files.host_records import WRONG
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.run_directory import RunDirectory
-from hvdtrain.runtime.allocation import slurm_job
+from hvdtrain.runtime.allocation import borrowed_since, slurm_job
 from hvdtrain.runtime.collectives import gather_json, on_all_ranks, sum_
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.mesh import Topology
@@ -123,6 +123,7 @@ class Generation:
         self._lost_step: int | None = None  # step whose state all its holders lost
         self._from_copies = False  # the state is from copies in memory
         self._job: str | None = None  # Slurm's, whose end is the run's
+        self._borrowed: dict[str, float] = {}  # lent hosts, and since when (unix time)
         self._within_iterations = False  # some ranks of a script's own loop
 
     def steps(self) -> Generator[Step, None, int]:
@@ -174,14 +175,21 @@ class Generation:
                 "run": persistent.run_id,
                 "identity": asdict(identity),
                 "job": slurm_job(),
+                "borrowed": borrowed_since(),
                 "target": ExporterAddress(topology.host, self._launched.local_rank, port),
             },
             "rendezvous",
         )
         self._within_iterations = any(fact["within"] for fact in facts)
         # ssh does not pass on the variable. The ranks of an elastic run may be in several jobs.
-        several = self._launched.membership is not None and len({f["job"] for f in facts}) > 1
-        self._job = None if several else facts[0]["job"]
+        jobs = {fact["job"] for fact in facts} - {None}
+        several = self._launched.membership is not None and len(jobs) > 1
+        self._job = None if several else next(iter(jobs), None)
+        self._borrowed = {
+            host: fact["borrowed"]
+            for host, fact in zip(topology.hosts, facts, strict=True)
+            if fact["borrowed"] is not None
+        }
         statuses = [RankStatus(**fact["status"]) for fact in facts]
         newest = max((s.step for s in statuses if s.trained), default=-1)
         if agreement is not None and persistent.trained:
@@ -413,6 +421,8 @@ class Generation:
                 "silent": membership.silent if membership else [],
                 "residuals_lost": self._residuals_lost(source),
                 "seen": [[r["step"], r["time"]] for r in [*self._persistent.recent][-_SEEN:]],
+                **self._useful_ranks(),
+                **({"borrowed": self._borrowed} if self._borrowed else {}),
                 **({} if spiked is None else {"spike": Spike(**spiked).facts()}),
                 **({} if self._lost_step is None else {"lost_step": self._lost_step}),
                 **({"damaged_copies": damaged} if damaged else {}),
@@ -421,7 +431,15 @@ class Generation:
             }
         )
         if self._persistent.recorder is not None:
+            self._persistent.recorder.borrowed.hosts = self._borrowed
             self._persistent.recorder.emit_starts(self._persistent.generations)
+
+    def _useful_ranks(self) -> dict[str, int]:
+        """Most ranks that have work in a step; {}: any number, because each has its own batch."""
+        if self._config.batch.per_rank_size:
+            return {}
+        replica = self._context.mesh.grid.replica_size
+        return {"useful_ranks": self._config.batch.micro_batches * replica}
 
     def _residuals_lost(self, source: int | None) -> int:
         """Number of ranks of the last generation whose residuals (error feedback) are lost."""

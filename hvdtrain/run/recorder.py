@@ -31,6 +31,7 @@ from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.run_directory import RunDirectory, default_id, new_directory
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.terminal import terminal
+from hvdtrain.telemetry.borrowed import BorrowedNodes
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.sinks import BackgroundSink, build_sinks
 
@@ -61,6 +62,7 @@ class RunRecorder:
     Attributes:
         metrics, ranks, writer: None before `open`; `ranks` is RUN/ranks.jsonl.
         starts: one entry for each start of the run so far.
+        borrowed: what lent nodes have done, as far as this process has recorded it.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class RunRecorder:
         self.writer: CheckpointWriter | None = None
         self.events = EventsFile(directory.events, held)
         self.starts = directory.starts()
+        self.borrowed = BorrowedNodes()
         self._small = LateFiles(partial(directory.ownership.confirm, _CONFIRM_S))
         self._sinks_ended = False
         self._numbers: dict[str, int] = {}  # claim -> number of the generation
@@ -288,6 +291,21 @@ class RunRecorder:
             "lost_steps",
             "Steps redone after restarts, up to the last one that was logged (train.log_every)",
             lambda: self._lost_steps,
+        )
+        exporter.watch(
+            "run_start_timestamp_seconds", "First start of the run", lambda: self.starts[0]["time"]
+        )
+        exporter.watch(
+            "borrowed_nodes",
+            "Nodes that a batch system lends to the run now",
+            lambda: len(self.borrowed.hosts),
+        )
+        exporter.watch_totals(
+            "borrowed_node_seconds",
+            "Node-seconds of lent nodes, from the start of the agent to the last step: used in "
+            "steps, or idle",
+            "state",
+            self.borrowed.seconds,
         )
         exporter.watch_total(
             "file_failures",

@@ -1,4 +1,4 @@
-"""The Slurm job in which a process runs, and the time that it has left."""
+"""The Slurm job that holds a run, the jobs that lend it hosts, and the time that they have left."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ import os
 import re
 import subprocess
 
+# For the ranks of a host that a batch system lends to the run: the unix time since when. It leaves
+# the run before its own job ends.
+BORROWED = "HVDTRAIN_BORROWED"
 _ANSWER_SECONDS = 10.0
 _TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # days-hours:minutes:seconds
 
 
 def slurm_job() -> str | None:
-    """Return the ID of the job that contains this process, if it is one of Slurm."""
-    return os.environ.get("SLURM_JOB_ID")
+    """Return the ID of the Slurm job that holds this process; None for a rank on a lent host."""
+    return None if BORROWED in os.environ else os.environ.get("SLURM_JOB_ID")
+
+
+def borrowed_since() -> float | None:
+    """Return the unix time since when this rank's host has been lent; None: it is not."""
+    return float(os.environ[BORROWED]) if BORROWED in os.environ else None
 
 
 def seconds_left(job: str) -> float | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from hvdtrain.runtime.allocation import borrowed_since
 from hvdtrain.runtime.heartbeat import HEARTBEAT
 
 # Batch systems, mpirun and `timeout` send pairs: a signal so soon after the first belongs to it.
@@ -172,9 +173,15 @@ class StopFlag:
     def install(self) -> None:
         """Install the handlers; in a thread no signal raises the flag.
 
-        SIGUSR2 and SIGHUP keep what a script, or nohup, has set for them.
+        SIGUSR2 and SIGHUP keep what a script, or nohup, has set for them. On a lent host no signal
+        raises it either: the batch system sends them to all processes of its job, and the agent
+        decides that only this host leaves.
         """
-        if _in_main_thread():
+        if not _in_main_thread():
+            return
+        if borrowed_since() is not None:
+            survive()
+        else:
             kept = [number for number in (signal.SIGUSR2, signal.SIGHUP) if _is_in_use(number)]
             self._before = {
                 number: signal.signal(number, self._handle)

@@ -200,7 +200,7 @@ def joins(plan: AllocationRun, patience: float = 0.0) -> bool:
 def become_agent(plan: AllocationRun, driver: int | None = None) -> NoReturn:
     """Replace this process by the agent of this host; `driver`: pid of a child."""
     signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # until the agent handles them
-    argv = [sys.executable, "-m", "hvdtrain.cli", "agent", "--run", str(plan.run)]
+    argv = [sys.executable, "-m", "hvdtrain.cli", "agent", "--task", "--run", str(plan.run)]
     argv += ["--wait", str(plan.wait)]
     argv += ["--slots", str(plan.slots)] if plan.slots else []
     argv += ["--driver", str(driver)] if driver is not None else []

@@ -31,6 +31,10 @@ _WANTED = (
     "hvdtrain_loss ",
     "hvdtrain_world_size ",
     "hvdtrain_restarts_total ",
+    "hvdtrain_lost_steps_total ",
+    "hvdtrain_borrowed_node",
+    "hvdtrain_run_start_timestamp_seconds ",
+    "hvdtrain_last_step_timestamp_seconds ",
     "hvdtrain_samples_per_second ",
     "hvdtrain_phase_seconds_total{",
     "hvdtrain_micro_batches ",
@@ -69,7 +73,8 @@ class Rank:
 
     Args:
         problem: why it did not answer; "" if it did
-        values: values of series without labels, by name without hvdtrain_; also AXIS_wait_seconds
+        values: values of series without labels, by name without hvdtrain_; also AXIS_wait_seconds,
+            borrowed_used_seconds and borrowed_idle_seconds
         phases: seconds of the process in each phase so far
         shares: shares of the time since the previous answer, in [0, 1]; empty without a previous
             answer
@@ -219,6 +224,8 @@ def _parse(target: Target, text: str, before: Mapping[str, float]) -> Rank:
             name = sample.name.removeprefix("hvdtrain_")
             if name == "phase_seconds_total":
                 phases[printable(sample.labels["phase"])] = sample.value
+            elif name == "borrowed_node_seconds_total":
+                values[f"borrowed_{sample.labels['state']}_seconds"] = sample.value
             elif name == "comm_axis_seconds_total":
                 values[f"{sample.labels['axis']}_wait_seconds"] = sample.value
             elif name in _PEAKS:

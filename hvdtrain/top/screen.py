@@ -64,7 +64,7 @@ class RankTable:
 
 
 def header(ranks: Sequence[Rank]) -> list[str]:
-    """Two lines on the run and, if a model spans ranks, one on its layout."""
+    """Two lines on the run; one on lent nodes, and one on its layout, if it has these."""
     answering = [rank for rank in ranks if not rank.problem]
     first = answering[0] if answering else None
     values = first.values if first is not None else {}
@@ -79,8 +79,26 @@ def header(ranks: Sequence[Rank]) -> list[str]:
         f"   restarts {_number(restarts if first is not None else None)}",
         f"{len(answering)} of {len(ranks)} ranks answer"
         f"   slow: {', '.join(slow[:4]) or 'none'}{' ...' if len(slow) > 4 else ''}",
+        *_borrowed(answering),
         *(f"{line}{_bubble(answering)}" for line in _layout(ranks)[:1]),
     ]
+
+
+def _borrowed(ranks: Sequence[Rank]) -> list[str]:
+    """Line on the nodes that a batch system lends to the run; [] if it never did. See rank 0."""
+    for values in (rank.values for rank in ranks):
+        used, idle = (values.get(f"borrowed_{name}_seconds", 0.0) for name in ("used", "idle"))
+        if used + idle > 0:
+            since = values.get("run_start_timestamp_seconds", 0.0)
+            hours = (values.get("last_step_timestamp_seconds", 0.0) - since) / 3600
+            changes = values.get("restarts_total", 0.0) / hours if hours > 0 else None
+            return [
+                f"borrowed nodes {_number(values.get('borrowed_nodes'))}"
+                f"   node-seconds used {used:.0f}, idle {idle:.0f}"
+                f"   steps lost {_number(values.get('lost_steps_total'))}"
+                f"   changes per hour {_number(changes, '.1f')}"
+            ]
+    return []
 
 
 def picture(ranks: Sequence[Rank]) -> list[str]:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -369,6 +370,58 @@ def test_signal_before_the_drivers_answer_takes_effect_after_it(
     assert (received[0] if accepts else code) == expected, received
 
 
+def _squeue(directory: Path, left: str) -> dict[str, str]:
+    """The environment of a Slurm job that has this time left, as squeue shows it."""
+    squeue = directory / "bin/squeue"
+    squeue.parent.mkdir()
+    squeue.write_text(f"#!/bin/sh\necho 7 {left}\n")
+    squeue.chmod(0o755)
+    return {"SLURM_JOB_ID": "7", "PATH": f"{squeue.parent}:{os.environ['PATH']}"}
+
+
+def test_lent_host_leaves_before_the_end_of_its_job(fleet: Fleet, tmp_path: Path) -> None:
+    left: list[tuple[str, tuple[int, ...]]] = []
+    fleet.hub.on_leave(lambda host, processes: left.append((host, tuple(processes))))
+    line = '{"step": 1, "step_seconds": 20.0}\n'
+    (fleet.run / "metrics.jsonl").write_text(line)  # two such steps: 40 s
+    fleet.agent("a", env=_squeue(tmp_path, "0:44"), guest=True)
+    fleet.start(0, "echo $HVDTRAIN_BORROWED; exec sleep 600")
+    assert float(fleet.wait_for_output(0, "\n")) == pytest.approx(time.time(), abs=60)
+    poll(lambda: left == [("a", (0,))], SECONDS, f"the agent leaves: {left}")
+    fleet.hub.end(0)
+    assert fleet.exit_code("a") == EXIT_PREEMPTED
+    stderr = fleet.agents["a"].stderr
+    assert stderr is not None and "job 7 ends in 40 s" in stderr.read()
+
+
+def test_lent_host_without_ranks_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdtrain.agent.agent._UNUSED_SECONDS", 0.5)
+    monkeypatch.setattr("hvdtrain.agent.agent.seconds_left", lambda job: None)
+    settings = AgentSettings(Path("/none"), "a", 1, 0.1, {}, guest=True, job="7")
+
+    async def leave() -> list[int]:
+        agent, signals = Agent(settings), list[int]()
+        agent._ever = True
+        monkeypatch.setattr(agent, "_on_signal", signals.append)
+        await asyncio.wait_for(agent._leave_before_end(Path("/none"), "7"), SECONDS)
+        return signals
+
+    assert asyncio.run(leave()) == [signal.SIGTERM]
+
+
+def test_guest_of_another_slurm_step_joins_and_leaves_alone(fleet: Fleet) -> None:
+    content = driver_file.read(fleet.run)
+    assert content is not None
+    driver_file.write(fleet.run, replace(content, launch="slurm-5.0.0"))
+    left: list[str] = []
+    fleet.hub.on_leave(lambda host, processes: left.append(host))
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    fleet.agent("a", env=step, guest=True)
+    fleet.pid("a", "hvdtrain-keeper").send_signal(signal.SIGTERM)
+    assert fleet.exit_code("a") == EXIT_PREEMPTED
+    assert left == ["a"] and not fleet.signals
+
+
 def test_second_agent_of_a_host_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvdtrain.agent.hub._SAME_HOST_SECONDS", 0.1)
     fleet.agent("a")
@@ -389,7 +442,7 @@ def test_agent_without_any_driver_ends_after_wait(tmp_path: Path) -> None:
 def test_late_agent_of_an_ended_launch_exits_with_the_code_of_the_job(tmp_path: Path) -> None:
     content = DriverFile(["127.0.0.1"], 1, "", "slurm-7.0.0", exit_code=75)
     driver_file.write(tmp_path, content)
-    argv = [sys.executable, "-m", "hvdtrain.cli", "agent", "--run", str(tmp_path)]
+    argv = [sys.executable, "-m", "hvdtrain.cli", "agent", "--task", "--run", str(tmp_path)]
 
     def exit_code(step: str) -> int:
         env = os.environ | {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": step}

@@ -18,7 +18,7 @@ import yaml
 
 import hvdtrain
 from hvdtrain import cli
-from hvdtrain.commands import launch
+from hvdtrain.commands import agent, launch
 from hvdtrain.config import Config, parse
 from hvdtrain.deploy.job import TARGETS, Job
 from hvdtrain.elastic.command import training_command
@@ -167,13 +167,62 @@ def test_flux_script_is_resubmitted_after_a_signal(number: int, written: Written
     assert code == 75 and again[:-1] == ["flux", "--parent", "job", "submit"]
 
 
-@pytest.mark.parametrize("target", [t for t in TARGETS if t not in ("kubernetes", "trainjob")])
+@pytest.mark.parametrize(
+    "target", [t for t in TARGETS if t not in ("malleable", "kubernetes", "trainjob")]
+)
 def test_script_contains_only_what_was_asked_for(target: str, written: Written) -> None:
     lines = written(target, *(HOSTS if target == "mpirun" else [])).read_text().splitlines()
     directives = ("#SBATCH", "#PBS", "#BSUB", "#flux:", "# module")
     assert not [line for line in lines if line.startswith(tuple(f"#{d}" for d in directives))]
     assert not [line for line in lines if "NAME" in line or "edit" in line or "docs/" in line]
     assert not any("module" in line for line in lines)
+
+
+def test_malleable_scripts_hold_the_run_and_lend_a_node(tmp_path: Path) -> None:
+    options = [
+        "--ranks",
+        "4",
+        "--donor-time",
+        "00:10:00",
+        "--donor-queue",
+        "low",
+        "--venv",
+        ".venv",
+    ]
+    keys = ["--run.id", "mine", "--run.root", "/data/runs"]
+    assert cli.main(["deploy", "malleable", *options, f"--out={tmp_path}", "--", *keys]) == 0
+    _, (words,) = call(tmp_path / "run.sbatch", "slurm", SLURM_NNODES="1")
+    assert launched(words).config.run.id == "mine"
+    donor = tmp_path / "donor.sbatch"
+    _, (words,) = call(donor, "slurm")
+    parser = argparse.ArgumentParser()
+    agent.add_arguments(parser)
+    args = parser.parse_args(words[words.index("agent") + 1 :])
+    assert (str(args.run), args.slots, args.task) == ("/data/runs/mine", 4, False)
+    directives = donor.read_text()
+    assert "--partition=low\n" in directives and "--time=00:10:00\n" in directives
+    assert call(donor, "slurm", STUB_EXIT="75")[0] == 0, "the node has left the run"
+    assert call(donor, "slurm", STUB_EXIT="2")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "problem"),
+    [
+        ([], [], "run.id is missing"),
+        (["--donor-time", "00:00:59"], ["--run.id", "a"], "--donor-time"),
+        (["--donor-time", "10"], ["--run.id", "a"], "--donor-time 10: [DAYS-]HH:MM:SS"),
+    ],
+)
+def test_invalid_malleable_job_is_refused(
+    options: list[str],
+    keys: list[str],
+    problem: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["deploy", "malleable", *options, f"--out={tmp_path}/x", "--", *keys]
+    assert cli.main(argv) == 2
+    assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", [*BATCH, "mpirun"])

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from hvdtrain.runtime import signals
+from hvdtrain.runtime.allocation import BORROWED
 from hvdtrain.supervise.supervisor import Stop, StopRequests
 from tests.support.runs import environment
 
@@ -52,6 +53,11 @@ def test_rank_keeps_signals_that_nohup_or_its_script_has_set() -> None:
     assert _flag(signal.SIGUSR2, own) == (0, ["own", "own", "not raised", "own", "survived"])
     dumps = "import faulthandler; faulthandler.register(signal.SIGUSR2, open('/dev/null', 'w'))"
     assert _flag(signal.SIGUSR2, dumps) == (0, ["not raised", "survived"])
+
+
+def test_signals_do_not_stop_a_rank_on_a_lent_host() -> None:
+    lent = f"os.environ[{BORROWED!r}] = '0'"
+    assert _flag(signal.SIGTERM, lent) == (0, ["not raised", "survived"])
 
 
 def test_launcher_does_not_handle_sighup_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:

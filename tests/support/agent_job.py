@@ -61,10 +61,12 @@ class DisturbedRun:
         assert found == pytest.approx(expected[: len(found)], rel=rel)
 
 
-def undisturbed_losses(root: Path, arguments: Sequence[str]) -> list[float]:
+def undisturbed_losses(
+    root: Path, arguments: Sequence[str], timeout: float = WAIT_SECONDS
+) -> list[float]:
     """Return the losses of one process that trains without a launcher, at full speed."""
     env = {"HVDTRAIN_TEST_SLOW": f"0:{root}/none"}
     argv = [*arguments, "--run.root", str(root), "--run.id", "a"]
-    done = runs.run(root / "output", argv, env=env, timeout=WAIT_SECONDS)
+    done = runs.run(root / "output", argv, env=env, timeout=timeout)
     assert done.returncode == 0, done
     return runs.losses(root / "a")

@@ -73,9 +73,16 @@ class Fleet:
     def _environment(self, slot: Slot, address: str) -> Mapping[str, str]:
         return {"ADDRESS": address, "SCRIPT": self._scripts[slot.rank]}
 
-    def agent(self, host: str, slots: int = 2, env: Mapping[str, str] | None = None) -> None:
-        """Start an agent, and wait until it is registered."""
+    def agent(
+        self,
+        host: str,
+        slots: int = 2,
+        env: Mapping[str, str] | None = None,
+        guest: bool = False,
+    ) -> None:
+        """Start an agent, and wait until it is registered; `guest`: not as a task of a launch."""
         argv = [sys.executable, "-m", "hvdtrain.cli", "agent", "--run", str(self.run)]
+        argv += [] if guest else ["--task"]
         self.agents[host] = subprocess.Popen(
             [*argv, "--host", host, "--slots", str(slots), "--wait", "20"],
             stderr=subprocess.PIPE,

@@ -73,7 +73,7 @@ class Slurm:
         self._controller = cluster.names[0]
         self._directory = cluster.shared.parent / "slurm"
         self._directory.mkdir()
-        self._env = {"SLURM_CONF": str(self._directory / "slurm.conf")}
+        self.env = {"SLURM_CONF": str(self._directory / "slurm.conf")}
         self._configure(cpus)
         self._daemons: list[Job] = []
         try:
@@ -84,7 +84,7 @@ class Slurm:
 
     def run(self, *argv: str, env: Mapping[str, str] | None = None, code: int = 0) -> Finished:
         """Run a Slurm command in the repository's directory; it must end with exit code `code`."""
-        done = self.cluster.run(self._controller, argv, self._env | dict(env or {}))
+        done = self.cluster.run(self._controller, argv, self.env | dict(env or {}))
         assert done.returncode == code, done
         return done
 
@@ -142,9 +142,9 @@ class Slurm:
         poll(self._up, 60, "idle nodes")
 
     def _start(self, host: str, *argv: str) -> None:
-        self._daemons.append(self.cluster.start(host, argv, self._env))
+        self._daemons.append(self.cluster.start(host, argv, self.env))
 
     def _up(self) -> bool:
         argv = ["sinfo", "--noheader", "--states=idle", "--partition=low", "--format=%D"]
-        done = self.cluster.run(self._controller, argv, self._env)
+        done = self.cluster.run(self._controller, argv, self.env)
         return done.stdout.strip() == str(len(self.cluster.names))

@@ -21,6 +21,10 @@
 # The ranks are asked to save {{ job.grace }} s before the time limit (Slurm: up to 60 s earlier); the same
 # number is in GRACE_SECONDS below.
 #SBATCH --signal=B:USR1@{{ job.grace }}
+{% if launcher == "elastic" %}
+# The run continues without a node that fails.
+#SBATCH --no-kill
+{% endif %}
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
@@ -28,7 +32,7 @@
 # srun, mpirun (if Slurm has no PMIx), launch: mpirun that is restarted when a rank or a node dies,
 # or elastic: when a rank or a node dies, the other ranks continue; no ssh. Submit an elastic job with
 # sbatch --no-kill: it then continues without a node that fails.
-LAUNCHER=${LAUNCHER:-srun}
+LAUNCHER=${LAUNCHER:-{{ launcher }}}
 {{ ('VENV=${VENV:-' ~ job.venv ~ '}').ljust(35) }} # the environment that has hvdtrain; all nodes must see it
 {{ ('CONTAINER=${CONTAINER:-' ~ (job.image or '') ~ '}').ljust(35) }} # an Apptainer image with hvdtrain, instead of VENV
 {{ ('GRACE_SECONDS=' ~ job.grace).ljust(35) }} # a save that would take longer is not started

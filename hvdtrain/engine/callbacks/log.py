@@ -1,7 +1,8 @@
 """Callbacks that report each step.
 
 LogMetrics writes metrics.jsonl, the sinks, and rank 0's progress bar or lines. RecordMfu adds the
-model FLOPs utilization to the record. Export updates this rank's Prometheus exporter.
+model FLOPs utilization to the record. Export updates this rank's Prometheus exporter, and
+CountBorrowed counts what lent nodes have done.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hvdtrain.engine.loop import Callback, Loop, StepRecord
 from hvdtrain.log import logger
 from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.runtime.terminal import terminal
+from hvdtrain.telemetry.borrowed import BorrowedNodes
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.sinks import BackgroundSink
 from hvdtrain.text import duration, short
@@ -30,6 +32,16 @@ _RECORDS_FOR_ETA = 100
 
 # A step with one of these is logged despite train.log_every.
 _SHOWN = ("validation_loss", "healed", "spike")
+
+
+class CountBorrowed(Callback):
+    """Count the node-seconds of steps on lent hosts; on rank 0."""
+
+    def __init__(self, borrowed: BorrowedNodes) -> None:
+        self._borrowed = borrowed
+
+    def on_step(self, loop: Loop, record: StepRecord) -> None:
+        self._borrowed.add_step(record["step_seconds"], record["time"])
 
 
 class LogMetrics(Callback):

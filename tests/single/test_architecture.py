@@ -24,7 +24,7 @@ ROWS = [
     {"models", "data", "optim", "checkpoint", "telemetry", "launch", "comm", "agent"},
     {"run_files"},
     {"runtime"},
-    {"log", "files", "config_files", "config_checks", "config_renames", "config_tiers"},
+    {"log", "files", "config_files", "config_checks", "config_tiers"},
     {"errors", "untrusted", "text", "streams"},
 ]
 LEVEL = {room: -number for number, row in enumerate(ROWS) for room in row}

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.slow
 
 # There may be no GPU here: each process reports the same one.
 SAME_GPU = """
-from hvdtrain.run import start_checks
+from hvdtrain.run import session
 from hvdtrain.tasks.language_model import LanguageModel
 
-start_checks.gpu_of = lambda device: "node1 GPU-1"
+session.gpu_of = lambda device: "node1 GPU-1"
 
 
 class Task(LanguageModel):

@@ -549,18 +549,6 @@ def test_keys_that_are_left_to_the_script_are_named() -> None:
     assert settings.warning == f"--config is left to the script; {how}"
 
 
-def test_warning_of_an_old_key_says_where_a_script_sets_its_new_key(tmp_path: Path) -> None:
-    argv = [*FLAGS, "--train.duration", "1", "--run.root", str(tmp_path), "--run.id", "a"]
-    old = ["--compile.enabled", "false"]
-    command = [warm.python(1, PRELOAD), str(SCRIPTS / "regression.py")]
-    done = runs.start(tmp_path, [*argv, *old], command=command).wait(SECONDS)
-    assert done.returncode == 0, done
-    (line,) = (line for line in done.stderr.splitlines() if "old keys" in line)
-    assert line.startswith("hvdtrain: warning: old keys") and line.count("warning") == 1
-    assert "compile.enabled false is now compile false" in line
-    assert line.endswith("set compile with config=, as flags without a dot are the script's own")
-
-
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [

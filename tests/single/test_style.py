@@ -67,10 +67,7 @@ BANNED = {
 PHRASES = re.compile(rf"\b(?:{'|'.join(BANNED)})\b")
 # File and matched text that stay, with the reason.
 EXCEPTIONS = {
-    ("CHANGELOG.md", "folder"): "a deprecated name",
     ("docs/doctor.md", "folder"): "the name of a check",
-    ("hvdtrain/api/run.py", "folder"): "a deprecated name",
-    ("hvdtrain/api/start.py", "folder"): "a deprecated name",
     ("hvdtrain/doctor/findings.py", "mend"): "a key of the JSON output",
     ("hvdtrain/doctor/hosts.py", "folder"): "the name of a check",
     ("tests/support/doctored.py", "folder"): "the name of a check",

@@ -89,7 +89,7 @@ class UserCollectives:
     def follows_ranks(self, operation: str) -> None:
         """Warn once in an exact run that an operation's result depends on the number of ranks."""
         if operation in self._not_exact:
-            self._not_exact.remove(operation)
+            self._not_exact.discard(operation)
             logger.warning(
                 "exchange.name exact does not cover comm.%s: its result follows the ranks (a sum "
                 "in its rounding, rows in their order unless you sort them), so numbers computed "

@@ -48,7 +48,7 @@ from hvdtrain.elastic.heartbeats import HeartbeatSender
 from hvdtrain.elastic.rendezvous import DriverAddress
 from hvdtrain.log import logger
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
-from hvdtrain.runtime.signals import blocked
+from hvdtrain.runtime.signals import blocked, is_caught
 from hvdtrain.runtime.work import IDLE_TICKS, WATCHDOG, threads_named, work
 from hvdtrain.untrusted import printable
 
@@ -77,6 +77,7 @@ _IDLE_FACTORS = {
 IDLE = "no progress, no work"
 # A rank that is idle for this long is named; at most half of the time after which it is killed.
 _STUCK_SECONDS = 15.0
+_OTHERS_WAIT = (Activity.PREPARING, Activity.WORKING)
 _ENDING_SECONDS = 60.0  # at least: a rank limits its own end (train.py)
 
 
@@ -201,7 +202,7 @@ class HangDetector:
         if not idle:
             self._scraps = 0
         seconds = self._idle.seconds(idle)
-        stuck = _IDLE_FACTORS.get(activity) == 1 and seconds > min(_STUCK_SECONDS, limit / 2)
+        stuck = activity in _OTHERS_WAIT and seconds > min(_STUCK_SECONDS, limit / 2)
         self.stuck_seconds = seconds if stuck else 0.0
         if seconds > limit:
             return f"{IDLE} for {limit:.0f} s"
@@ -277,12 +278,13 @@ def _watch(arguments: list[str]) -> int:
             reason = _ORPHANED
         heartbeat.stuck_seconds = stuck = detector.stuck_seconds
         if stuck and not named and not _waits_for_a_reader(rank):
+            named = True
             who = f"{'process' if driver else 'rank'} {number} on {socket.gethostname()}"
             what = f"{IDLE} for {stuck:.0f} s (killed after {hang_seconds:g} s), "
             what += f"while {activity.name}"
             naming = partial(_name, process, who, what, stacks)
             threading.Thread(target=naming, daemon=True).start()  # the disk may not respond
-        named = stuck > 0
+        named &= stuck > 0
         if reason and reason.startswith(IDLE) and _waits_for_a_reader(rank):
             if not unread:
                 _note_later(stacks, f"not killed: {reason}, but its output is not read")
@@ -487,9 +489,10 @@ def _dump(process: psutil.Process, stacks: Path) -> None:
             done = subprocess.run(command, stdout=file, stderr=file, timeout=_DUMP_SECONDS)
         if done.returncode == 0:
             return
-    # A stopped process would have to continue for this, and might write what it must not.
-    if process.status() != psutil.STATUS_STOPPED:
-        process.send_signal(signal.SIGQUIT)  # handled by faulthandler, see KeptWatchdog below
+    # A stopped process would have to continue for this, and might write what it must not. Without
+    # faulthandler's handler, see KeptWatchdog below, the signal would end the process.
+    if process.status() != psutil.STATUS_STOPPED and is_caught(signal.SIGQUIT, process.pid):
+        process.send_signal(signal.SIGQUIT)
         time.sleep(1)
 
 

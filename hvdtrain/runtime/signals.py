@@ -56,10 +56,17 @@ def handle(number: int, handler: Handler) -> None:
 
 
 def _is_in_use(number: int) -> bool:
-    """Whether a signal has a handler, also one that Python does not know, as of faulthandler."""
-    caught = Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0]
-    by_handler = int(caught, 16) >> (number - 1) & 1
-    return bool(by_handler) or signal.getsignal(number) != signal.SIG_DFL
+    return is_caught(number) or signal.getsignal(number) != signal.SIG_DFL
+
+
+def is_caught(number: int, process: int | str = "self") -> bool:
+    """Whether a process handles a signal, also with a handler that Python does not know.
+
+    Raises:
+        OSError: the process is gone.
+    """
+    caught = Path(f"/proc/{process}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def restore_default(number: int) -> None:

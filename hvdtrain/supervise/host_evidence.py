@@ -6,6 +6,7 @@ An elastic launcher records lost ranks itself (elastic/driver.py).
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -91,7 +92,12 @@ def _in_logs(run: Path, since: float) -> Iterator[Evidence]:
                 yield Evidence(str(line.get("host")), GPU, str(line.get("message", "")))
 
 
-_REPORT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
+def _time_of(report: str) -> float:
+    """Unix time of a watchdog's report, rounded up to a second; 0 if it has none."""
+    try:
+        return time.mktime(time.strptime(" ".join(report.split()[:2]), "%Y-%m-%d %H:%M:%S")) + 1
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def _hung(run: Path, since: float) -> Iterator[Evidence]:
@@ -103,9 +109,9 @@ def _hung(run: Path, since: float) -> Iterator[Evidence]:
             lines = read_regular(path).decode("utf-8", "replace").splitlines()
         except OSError:
             continue
-        # The last one may be of a rank that is stuck, in a later start.
-        report = next((line for line in reversed(lines) if _REPORT.match(line)), "")
-        if "killed by its watchdog" in report and (cause := cause_of_report(report)):
+        # Later reports may be of ranks that were stuck and went on.
+        report = next((line for line in reversed(lines) if "killed by its watchdog" in line), "")
+        if _time_of(report) >= since and (cause := cause_of_report(report)):
             host = path.stem.removeprefix("hang_").rpartition("_")[0]
             yield Evidence(host, cause, report)
 

@@ -419,12 +419,13 @@ def test_rank_killed_by_its_watchdog_is_a_hang(tmp_path: Path) -> None:
     stopped.write_text(report.format("stopped for 1 s"))
     [found] = host_evidence.of_failure(tmp_path, 0.0, OPEN_MPI_4)
     assert (found.host, found.cause) == ("node2", HUNG)
-    with hung.open("a") as file:  # of a later start
+    with hung.open("a") as file:  # its replacement was stuck, and went on
         file.write("\n2030-01-01 11:00:00 no progress, no work for 15 s, while WORKING\nthread 1\n")
-    assert host_evidence.of_failure(tmp_path, 0.0, OPEN_MPI_4)[0].cause == KILLED
-    hung.write_text(report.format("no progress, no work for 60 s"))
-    os.utime(hung, (1, 1))  # of an earlier start
-    [found] = host_evidence.of_failure(tmp_path, 2.0, OPEN_MPI_4)
+    [found] = host_evidence.of_failure(tmp_path, 0.0, OPEN_MPI_4)
+    assert found.cause == HUNG
+    later = time.mktime((2030, 1, 1, 10, 30, 0, 0, 0, -1))  # the kill is of an earlier start
+    os.utime(hung, (later + 60, later + 60))
+    [found] = host_evidence.of_failure(tmp_path, later, OPEN_MPI_4)
     assert (found.host, found.cause) == ("node2", KILLED)
 
 

@@ -165,6 +165,13 @@ def test_stuck_rank_is_named_with_its_position(rank: StartRank, tmp_path: Path) 
     assert reports.index("(killed after 6 s)") < reports.index("killed by its watchdog")
 
 
+def test_stuck_rank_without_a_file_for_its_stacks_is_not_ended_early(
+    rank: StartRank, tmp_path: Path
+) -> None:
+    (tmp_path / "stacks").mkdir()  # no handler of SIGQUIT
+    assert rank("work()\ntime.sleep(60)", hang_seconds=4.0).wait(60) == -signal.SIGKILL
+
+
 def test_position_of_the_main_thread_is_read_from_the_fault_handler(tmp_path: Path) -> None:
     began, end = threading.Event(), threading.Event()
 

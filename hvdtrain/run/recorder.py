@@ -23,7 +23,7 @@ from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Config
 from hvdtrain.elastic.status import RENDEZVOUS
 from hvdtrain.elastic.watchdog import KeptWatchdog
-from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.errors import EXIT_CRASH, UserError, crash
 from hvdtrain.log import logger
 from hvdtrain.run_files.events_file import EventsFile
 from hvdtrain.run_files.metrics_file import MetricsFile
@@ -168,13 +168,14 @@ class RunRecorder:
             every: as in CheckpointManager.newest.
 
         Raises:
-            UserError: there is no such checkpoint, or no complete one.
+            UserError: there is no such checkpoint, or no complete one; with exit code 1, the disk
+                of the run directory does not respond, or is not mounted.
         """
         if begun:
             try:
                 self.directory.ownership.recognize()
             except OSError as error:
-                raise UserError(f"{self.directory.path}: {error.strerror}") from None
+                raise crash(f"{self.directory.path}: {error.strerror}") from None
         if resume == "never" and not begun:
             return None
         if resume in ("auto", "never"):

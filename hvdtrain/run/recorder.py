@@ -449,6 +449,7 @@ class PersistentState:
             not continue from copies.
         damaged_copies: copies in memory that were found damaged since the last start event.
         phase: phase of the generation, see elastic/status.py.
+        lost_disk: a rank had the run directory, and its disk is not mounted: nobody may make it.
         directory_returned: rank 0 continued without the run directory, which is there again:
             another generation opens it.
     """
@@ -473,6 +474,7 @@ class PersistentState:
         self.copied_step: int | None = None
         self.damaged_copies: list[str] = []
         self.phase = RENDEZVOUS
+        self.lost_disk = False
         self.directory_returned = False
         self._waits: Thread | None = None  # for the return of the directory
         self._log_of: Topology | None = None  # the generation whose log is open
@@ -504,7 +506,7 @@ class PersistentState:
         """
         if topology.rank > 0:
             with suppress(OSError):  # rank 0 has made it, at the latest before the second call
-                self.directory.ownership.recognize()
+                self.directory.ownership.recognize(strict=self.lost_disk)
         if self._log_of == topology and not self.directory_returned:
             return
         self.directory_returned = False
@@ -530,7 +532,7 @@ class PersistentState:
         if not tolerate_errors:
             return False
         try:
-            self.directory.ownership.recognize()
+            self.directory.ownership.recognize(strict=self.lost_disk)
         except OSError as error:
             log.to_screen(terminal())
             logger.error(
@@ -563,7 +565,7 @@ class PersistentState:
         log.close_files()
         try:
             recognize = self.directory.ownership.recognize
-            log.to_file(logs, topology.rank, topology.host, partial(recognize, tolerate_errors))
+            log.to_file(logs, topology.rank, topology.host, partial(recognize, self.lost_disk))
         except OSError as error:
             if not tolerate_errors:
                 raise UserError(f"{logs}: cannot be written ({error.strerror})") from None

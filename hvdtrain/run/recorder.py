@@ -450,8 +450,6 @@ class PersistentState:
         damaged_copies: copies in memory that were found damaged since the last start event.
         phase: phase of the generation, see elastic/status.py.
         lost_disk: a rank had the run directory, and its disk is not mounted: nobody may make it.
-        directory_returned: rank 0 continued without the run directory, which is there again:
-            another generation opens it.
     """
 
     def __init__(
@@ -475,9 +473,18 @@ class PersistentState:
         self.damaged_copies: list[str] = []
         self.phase = RENDEZVOUS
         self.lost_disk = False
-        self.directory_returned = False
+        self._away = False  # in this generation, rank 0 continues without the directory
+        self._returned = False  # it is there again
         self._waits: Thread | None = None  # for the return of the directory
         self._log_of: Topology | None = None  # the generation whose log is open
+
+    @property
+    def directory_returned(self) -> bool:
+        """Whether rank 0 continued without the run directory, and another generation can open it.
+
+        False while it is being opened, which can take as long as a download of checkpoints.
+        """
+        return self._away and self._returned
 
     def new_run_id(self) -> str:
         """Make a new directory, which no other job that starts in the same second can have."""
@@ -509,8 +516,10 @@ class PersistentState:
                 self.directory.ownership.recognize(strict=self.lost_disk)
         if self._log_of == topology and not self.directory_returned:
             return
-        self.directory_returned = False
-        if topology.rank == 0 and self.recorder is None and not self._is_away(tolerate_errors):
+        self._returned = False
+        opens = topology.rank == 0 and self.recorder is None
+        self._away = opens and self._is_away(tolerate_errors)
+        if opens and not self._away:
             fresh = self._config.run.resume == "never" and not (tolerate_errors or begun)
             self.claim = claim or self.claim
             self.directory.prepare(fresh, self.claim, tolerate_errors)
@@ -551,7 +560,7 @@ class PersistentState:
             time.sleep(_RETURN_SECONDS)
             with suppress(OSError):
                 self.directory.ownership.recognize()
-                self.directory_returned = True
+                self._returned = True
                 return
 
     def _build_mirror(self) -> Mirror | None:

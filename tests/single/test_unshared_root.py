@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvdtrain import log
 from hvdtrain.config import Config, RunConfig
 from hvdtrain.log import logger
+from hvdtrain.run import recorder
 from hvdtrain.run.recorder import PersistentState
 from hvdtrain.run_files import ownership
+from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership
 from hvdtrain.runtime.mesh import Topology
+from tests.support.job import poll
 
 
 @pytest.fixture
@@ -77,3 +81,36 @@ def test_directory_without_a_token_is_lost_only_on_another_disk(
     assert owner.has_lost()
     with pytest.raises(OSError, match="not mounted"):
         owner.recognize(strict=False)
+
+
+def test_directory_that_is_being_opened_again_costs_no_generation(
+    state: PersistentState, errors: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_RETURN_SECONDS", 0.01)
+    state.lost_disk = True
+    state.open_directory(_ranks(0, 2), None, True)
+    assert errors and state.recorder is None and not state.directory_returned
+    state.lost_disk = False  # a rank is lost meanwhile
+    prepare = state.directory.prepare
+
+    def slow(*args: Any) -> None:
+        prepare(*args)
+        poll(lambda: state._waits is not None and not state._waits.is_alive(), 60, "the return")
+
+    monkeypatch.setattr(state.directory, "prepare", slow)
+    state.open_directory(_ranks(0, 1), None, True)
+    assert state.recorder is not None and not state.directory_returned
+
+
+def test_directory_that_is_there_again_is_opened_by_a_generation(
+    state: PersistentState, errors: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_RETURN_SECONDS", 0.01)
+    state.lost_disk = True
+    state.open_directory(_ranks(0, 2), None, True)
+    earlier = Ownership(state.directory.path)
+    earlier.acquire(Claim.of_this_process())
+    earlier.release()
+    poll(lambda: state.directory_returned, 60, "the return")
+    state.open_directory(_ranks(0, 2), None, True)
+    assert errors and state.recorder is not None and not state.directory_returned

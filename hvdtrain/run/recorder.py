@@ -449,7 +449,7 @@ class PersistentState:
             not continue from copies.
         damaged_copies: copies in memory that were found damaged since the last start event.
         phase: phase of the generation, see elastic/status.py.
-        lost_disk: a rank had the run directory, and its disk is not mounted: nobody may make it.
+        lost_disk: a rank had the run directory, and its disk is not mounted: no rank may make it.
     """
 
     def __init__(

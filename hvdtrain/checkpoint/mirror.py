@@ -170,7 +170,7 @@ class ObjectStore:
     def delete(self, name: str, recursive: bool = False) -> None:
         """Delete an object, or everything below a name; neither need exist."""
         with self._errors(name), suppress(FileNotFoundError):
-            self._fs.rm(f"{self._root}/{name}", recursive=recursive)
+            _within_time(partial(self._fs.rm, f"{self._root}/{name}", recursive=recursive))
 
     def send(self, path: Path, wanted: Mapping[str, Any], name: str) -> int:
         """Upload a file unless the mirror has it already; return the number of bytes sent.
@@ -203,13 +203,26 @@ class ObjectStore:
             )
         return int(wanted["bytes"])
 
-    def receive(self, name: str, path: Path) -> None:
-        """Download a file; each chunk counts as progress of this rank."""
+    def receive(self, name: str, path: Path, size: int) -> None:
+        """Download a file; each chunk counts as progress of this rank.
+
+        Args:
+            size: expected number of bytes.
+        """
         from fsspec.callbacks import Callback
 
-        advance = Callback(hooks={"advance": lambda *_, **__: heartbeat.HEARTBEAT.advance()})
+        received = Callback(hooks={"advance": lambda *_, **__: heartbeat.HEARTBEAT.advance()})
+        # s3fs writes several parts of a file at once, and the files share the connection.
+        unit = _DOWNLOADS * min(size, _S3["max_concurrency"] * _S3_PART)
+
+        def progress() -> int:
+            with suppress(FileNotFoundError):
+                return int(received.value + path.stat().st_size)  # some report it, some write it
+            return int(received.value)
+
         with self._errors(name):
-            self._fs.get_file(f"{self._root}/{name}", str(path), callback=advance)
+            get = partial(self._fs.get_file, f"{self._root}/{name}", str(path), callback=received)
+            _within_time(get, _ANSWER_SECONDS + unit / _SLOWEST, progress)
 
     def _has(self, name: str, wanted: Mapping[str, Any], tag: str) -> bool:
         """Whether an object has this content.
@@ -224,13 +237,22 @@ class ObjectStore:
                     return False
                 if str(info.get("ETag", "")).strip('"') == tag:
                     return True
-                digest = hashlib.sha256()
-                with self._fs.open(f"{self._root}/{name}", "rb", block_size=_S3_PART) as file:
-                    while block := file.read(_READ):
-                        digest.update(block)
+                return bool(self._sha256(name, info["size"]) == wanted["sha256"])
             except FileNotFoundError:
                 return False
-        return bool(digest.hexdigest() == wanted["sha256"])
+
+    def _sha256(self, name: str, size: int) -> str:
+        digest, count = hashlib.sha256(), 0
+
+        def read() -> None:
+            nonlocal count
+            with self._fs.open(f"{self._root}/{name}", "rb", block_size=_S3_PART) as file:
+                while block := file.read(_READ):
+                    digest.update(block)
+                    count += len(block)
+
+        _within_time(read, _ANSWER_SECONDS + min(size, _S3_PART) / _SLOWEST, lambda: count)
+        return digest.hexdigest()
 
     def _info(self, name: str) -> dict[str, Any]:
         return dict(_within_time(partial(self._fs.info, f"{self._root}/{name}")))
@@ -572,7 +594,7 @@ class Mirror:
     def _fetch_file(self, name: str, to: Path, listed: tuple[str, dict[str, Any]]) -> None:
         file, wanted = listed
         try:
-            self._store.receive(f"{name}/{file}", to / file)
+            self._store.receive(f"{name}/{file}", to / file, wanted["bytes"])
         except FileNotFoundError:
             raise DamagedError(f"checkpoint {self.url}/{name}: {file} is missing") from None
         sha256 = sha256_of(to / file)

@@ -173,6 +173,7 @@ class Generation:
                 "damaged": persistent.damaged_copies,
                 "within": iteration is not None and iteration.after_block,
                 "run": persistent.run_id,
+                "lost_disk": persistent.directory.ownership.has_lost(),
                 "identity": asdict(identity),
                 "job": slurm_job(),
                 "borrowed": borrowed_since(),
@@ -181,6 +182,7 @@ class Generation:
             "rendezvous",
         )
         self._within_iterations = any(fact["within"] for fact in facts)
+        persistent.lost_disk = any(fact["lost_disk"] for fact in facts)
         # ssh does not pass on the variable. The ranks of an elastic run may be in several jobs.
         jobs = {fact["job"] for fact in facts} - {None}
         several = self._launched.membership is not None and len(jobs) > 1

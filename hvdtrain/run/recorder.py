@@ -23,7 +23,7 @@ from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Config
 from hvdtrain.elastic.status import RENDEZVOUS
 from hvdtrain.elastic.watchdog import KeptWatchdog
-from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.errors import EXIT_CRASH, UserError, crash
 from hvdtrain.log import logger
 from hvdtrain.run_files.events_file import EventsFile
 from hvdtrain.run_files.metrics_file import MetricsFile
@@ -168,13 +168,14 @@ class RunRecorder:
             every: as in CheckpointManager.newest.
 
         Raises:
-            UserError: there is no such checkpoint, or no complete one.
+            UserError: there is no such checkpoint, or no complete one; with exit code 1, the disk
+                of the run directory does not respond, or is not mounted.
         """
         if begun:
             try:
                 self.directory.ownership.recognize()
             except OSError as error:
-                raise UserError(f"{self.directory.path}: {error.strerror}") from None
+                raise crash(f"{self.directory.path}: {error.strerror}") from None
         if resume == "never" and not begun:
             return None
         if resume in ("auto", "never"):
@@ -448,8 +449,7 @@ class PersistentState:
             not continue from copies.
         damaged_copies: copies in memory that were found damaged since the last start event.
         phase: phase of the generation, see elastic/status.py.
-        directory_returned: rank 0 continued without the run directory, which is there again:
-            another generation opens it.
+        lost_disk: a rank had the run directory, and its disk is not mounted: no rank may make it.
     """
 
     def __init__(
@@ -472,9 +472,19 @@ class PersistentState:
         self.copied_step: int | None = None
         self.damaged_copies: list[str] = []
         self.phase = RENDEZVOUS
-        self.directory_returned = False
+        self.lost_disk = False
+        self._away = False  # in this generation, rank 0 continues without the directory
+        self._returned = False  # it is there again
         self._waits: Thread | None = None  # for the return of the directory
         self._log_of: Topology | None = None  # the generation whose log is open
+
+    @property
+    def directory_returned(self) -> bool:
+        """Whether rank 0 continued without the run directory, and another generation can open it.
+
+        False while it is being opened, which can take as long as a download of checkpoints.
+        """
+        return self._away and self._returned
 
     def new_run_id(self) -> str:
         """Make a new directory, which no other job that starts in the same second can have."""
@@ -503,11 +513,13 @@ class PersistentState:
         """
         if topology.rank > 0:
             with suppress(OSError):  # rank 0 has made it, at the latest before the second call
-                self.directory.ownership.recognize()
+                self.directory.ownership.recognize(strict=self.lost_disk)
         if self._log_of == topology and not self.directory_returned:
             return
-        self.directory_returned = False
-        if topology.rank == 0 and self.recorder is None and not self._is_away(tolerate_errors):
+        self._returned = False
+        opens = topology.rank == 0 and self.recorder is None
+        self._away = opens and self._is_away(tolerate_errors)
+        if opens and not self._away:
             fresh = self._config.run.resume == "never" and not (tolerate_errors or begun)
             self.claim = claim or self.claim
             self.directory.prepare(fresh, self.claim, tolerate_errors)
@@ -529,7 +541,7 @@ class PersistentState:
         if not tolerate_errors:
             return False
         try:
-            self.directory.ownership.recognize()
+            self.directory.ownership.recognize(strict=self.lost_disk)
         except OSError as error:
             log.to_screen(terminal())
             logger.error(
@@ -548,7 +560,7 @@ class PersistentState:
             time.sleep(_RETURN_SECONDS)
             with suppress(OSError):
                 self.directory.ownership.recognize()
-                self.directory_returned = True
+                self._returned = True
                 return
 
     def _build_mirror(self) -> Mirror | None:
@@ -562,7 +574,7 @@ class PersistentState:
         log.close_files()
         try:
             recognize = self.directory.ownership.recognize
-            log.to_file(logs, topology.rank, topology.host, partial(recognize, tolerate_errors))
+            log.to_file(logs, topology.rank, topology.host, partial(recognize, self.lost_disk))
         except OSError as error:
             if not tolerate_errors:
                 raise UserError(f"{logs}: cannot be written ({error.strerror})") from None

@@ -9,6 +9,7 @@ structure from every rank, so all ranks reach the same verdict without another c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hvdtrain.checkpoint.mirror import ObjectStore, check_mirror
@@ -27,6 +28,7 @@ from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import AgreedError, gather_json
 from hvdtrain.runtime.init import controller
 from hvdtrain.runtime.mesh import Grid, Topology
+from hvdtrain.untrusted import parse_yaml
 
 
 def agree_to_start(
@@ -121,11 +123,19 @@ def _check_mirror(config: Config, number: int, elastic: bool) -> None:
             "run.id is missing: checkpoint.mirror holds one run, which a later start continues by "
             "its name; add --run.id NAME"
         )
-    starts = RunDirectory(Path(config.run.root) / run_id).starts()
-    if number == 0 and not any(mirror in str(start.get("config")) for start in starts):
+    if number == 0 and not _has_used(mirror, RunDirectory(Path(config.run.root) / run_id)):
         check_mirror(mirror, run_id)
     elif elastic:
         ObjectStore(mirror)  # this process may become rank 0: is the client library installed?
+
+
+def _has_used(mirror: str, directory: RunDirectory) -> bool:
+    """Whether a run has started with this mirror."""
+    for text in {str(start.get("config")) for start in directory.starts()}:
+        with suppress(ValueError, LookupError, TypeError):
+            if parse_yaml(text)["checkpoint"]["mirror"] == mirror:
+                return True
+    return False
 
 
 def _check_launcher(membership: Membership) -> None:

@@ -128,7 +128,8 @@ class Ownership:
         """Check that the path names the directory of the run, and remember its disk.
 
         Without its mount, the path names an empty directory, in which a run would begin again. A
-        disk that is mounted again may have another number, and contains the token.
+        disk that is mounted again may have another number, and contains the token. On a host that
+        does not share run.root, the directory never has one.
 
         Args:
             strict: a directory without a token, whose disk is not known, is refused, too.
@@ -144,6 +145,18 @@ class Ownership:
             self._device = device
         elif strict or self._device is not None:
             raise OSError(errno.ENODEV, "the disk of the run directory is not mounted")
+        elif self.directory.is_dir():
+            self._device = device
+
+    def has_lost(self) -> bool:
+        """Whether the directory was there and is not: see `recognize`."""
+        if self._device is None:
+            return False
+        try:
+            self.recognize()
+        except OSError:
+            return True
+        return False
 
     def acquire(self, claim: Claim, tolerate_errors: bool = False) -> None:
         """Create the directory, and own the run until `release` or the end of the process.

@@ -11,7 +11,9 @@ import pytest
 from hvdtrain.config import parse
 from hvdtrain.config_checks import CHECKS, RANK_CHECKS, Ranks, check_ranks
 from hvdtrain.errors import EXIT_USER, UserError
+from hvdtrain.run import start_checks
 from hvdtrain.run.start_checks import raise_first
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.collectives import AgreedError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -146,3 +148,33 @@ def test_first_rank_that_differs_speaks_and_names_the_others() -> None:
     assert (error.value.rank, error.value.exit_code) == (1, EXIT_USER)
     with pytest.raises(AgreedError, match=r"^other data$"):
         raise_first(["", "", "other data"])
+
+
+def test_only_number_0_of_a_run_new_to_the_mirror_contacts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when an earlier mirror's address begins with this one's."""
+    checked: list[str] = []
+    monkeypatch.setattr(start_checks, "check_mirror", lambda url, _: checked.append(url))
+    words = [
+        "--task",
+        "tests.support.tasks:Regression",
+        "--run.root",
+        str(tmp_path),
+        "--run.id",
+        "run",
+    ]
+    for name in ("run-10", "run-1"):
+        url = f"file://{tmp_path}/{name}"
+        settings = parse([*words, "--checkpoint.mirror", url])
+        for number in (1, 0):
+            start_checks._check_mirror(settings.config, number, elastic=False)
+            assert checked == ([] if number else [url]), name
+        checked.clear()
+        directory = RunDirectory(tmp_path / "run")
+        directory.path.mkdir(exist_ok=True)
+        directory.write_manifest({"starts": [{"time": 1.0, "config": settings.resolved}]})
+        start_checks._check_mirror(settings.config, 0, elastic=False)
+        assert not checked, name
+    monkeypatch.setattr(RunDirectory, "starts", lambda _: pytest.fail("number 1 needs no manifest"))
+    start_checks._check_mirror(settings.config, 1, elastic=False)

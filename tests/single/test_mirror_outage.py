@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -105,12 +106,66 @@ def test_requests_to_a_silent_store_end(
         lambda: store.write("object", b"content"),
         store.sizes,
         lambda: store.send(file, wanted, "object"),
+        lambda: store.delete("object"),
+        lambda: store.receive("object", tmp_path / "received", 7),
     ):
         with pytest.raises(TimeoutError, match="no answer for 1 s"):
             request()
     monkeypatch.setattr(ObjectStore, "_has", lambda *_: False)
     with pytest.raises(TimeoutError, match="no answer for 1 s"):
         store.send(file, wanted, "object")
+
+
+def test_store_that_stalls_in_any_request_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, file, end = ObjectStore(f"file://{tmp_path}/store"), tmp_path / "file", threading.Event()
+    file.write_bytes(b"content")
+    wanted = {"bytes": 7, "sha256": mirror_module.sha256_of(file)}
+    store.send(file, wanted, "object")
+    monkeypatch.setattr(mirror_module, "_ANSWER_SECONDS", 0.2)
+
+    def stall(*_: Any, **__: Any) -> None:
+        end.wait(20)
+
+    for name in ("rm", "get_file", "open"):
+        monkeypatch.setattr(store._fs, name, stall)
+    for request in (
+        lambda: store.delete("object"),
+        lambda: store.delete("", recursive=True),
+        lambda: store.receive("object", tmp_path / "received", 7),
+        lambda: store.send(file, wanted, "object"),
+    ):
+        with pytest.raises(TimeoutError, match="no answer for 0 s"):
+            request()
+    end.set()
+
+
+def test_slow_download_that_makes_progress_is_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, file = ObjectStore(f"file://{tmp_path}/store"), tmp_path / "file"
+    asked, written = threading.Semaphore(0), threading.Semaphore(0)
+
+    def get_file(*_: Any, callback: Any) -> None:
+        for piece in range(4):
+            asked.acquire()
+            if piece % 2:
+                callback.relative_update(1)
+            else:
+                file.write_bytes(b"c" * (piece + 1))
+            written.release()
+
+    def wait_for(outcomes: list[Any], _: float) -> Any:
+        asked.release()
+        written.acquire(timeout=20)
+        return wait(outcomes, 20 if asks.pop() else 0)
+
+    wait, asks = mirror_module.wait_for, [True, False, False, False]
+    monkeypatch.setattr(store._fs, "get_file", get_file)
+    monkeypatch.setattr(mirror_module, "wait_for", wait_for)
+    store.receive("object", file, 4)
+    assert not asks
 
 
 def test_run_continues_from_its_own_checkpoint_without_the_store(

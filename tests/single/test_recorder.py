@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hvdtrain.checkpoint.config import CheckpointConfig
+from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.events_file import read_lines
 from hvdtrain.run_files.run_directory import RunDirectory
@@ -47,3 +52,17 @@ def test_generations_recorded_after_a_disk_failure_have_distinct_numbers(tmp_pat
     directory.path.mkdir()
     recorder.emit_starts([_generation(0), _generation(1), _generation(2)])
     assert _starts(directory.path) == [(0, 0), (1, 10), (2, 20)]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENODEV])
+def test_start_again_may_help_when_the_disk_fails_at_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail() -> None:
+        raise OSError(number, os.strerror(number))
+
+    recorder = RunRecorder(RunDirectory(tmp_path), KEEP)
+    monkeypatch.setattr(recorder.directory.ownership, "recognize", fail)
+    with pytest.raises(UserError, match=os.strerror(number)) as failed:
+        recorder.choose("auto", begun=True)
+    assert failed.value.exit_code == EXIT_CRASH

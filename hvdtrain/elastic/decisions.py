@@ -720,8 +720,9 @@ def _leave_out_parted(
 
 
 def _parted(members: Sequence[TrainingProcess]) -> dict[str, set[str]]:
-    """Host -> hosts that it cannot reach, or that cannot reach it."""
-    failed = {p.host for p in members}
+    """Host -> hosts, of the last generation, that it cannot reach, or that cannot reach it."""
+    # What is known of a host does not hold for processes that it has started since.
+    failed = {p.host for p in members if p.status is not None and p.status.failed}
     found: dict[str, set[str]] = {}
     for process in members:
         reported = process.status.unreachable if process.status is not None else ()

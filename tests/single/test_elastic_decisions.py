@@ -554,6 +554,20 @@ def test_host_that_was_left_out_is_tried_again() -> None:
     assert sorted(job.ranks) == [0, 2, 3]
 
 
+def test_hosts_that_join_later_are_not_refused_on_old_evidence() -> None:
+    job = DecidedJob({"a": 1, "b": 1, "c": 1}, 2, 2, 2, TIMEOUT)
+    _join(job, 0, 1, status=NEW)
+    _part(job, {0: "b"})
+    job.join(1, TRAINED)
+    job.exit(1, 1)
+    job.consider(0.0)
+    job.exit(2, 1)
+    job.consider(60.0)
+    assert [process.host for process in job.state.processes] == ["a", "b", "c", "b"]
+    _join(job, 3, status=NEW)
+    assert sorted(job.ranks) == [0, 3]
+
+
 def test_halves_of_a_thousand_parted_hosts_are_separated_at_once() -> None:
     hosts = [f"host{number:03}" for number in range(1000)]
     job = _start(dict.fromkeys(hosts, 1), min_np=2)

@@ -702,16 +702,16 @@ def _leave_out_parted(
     heapify(candidates)
     left_out: dict[str, str] = {}
     while candidates:
-        links, *place, host = heappop(candidates)
+        links, count, age, host = heappop(candidates)
         others = parted[host]
         if len(others) < -links:
-            heappush(candidates, (-len(others), *place, host))
+            heappush(candidates, (-len(others), count, age, host))
             continue
-        whole = min(left - ranks[host], job.max_np) // size * size
+        whole = min(left - count, job.max_np) // size * size
         suffices = whole + more - free[host] >= needed
         if others and suffices and all(copies[part] > 1 for part in state[host]):
             left_out[host] = f"{host} and {_names(others)} cannot reach each other"
-            left, more = left - ranks[host], more - free[host]
+            left, more = left - count, more - free[host]
             copies.subtract(state[host])
             for other in others:
                 parted[other].remove(host)

@@ -114,9 +114,10 @@ class RequestServer:
         serving = self._connections.serve(listener, self._serve, head_bytes=_HEAD_BYTES)
         server = self._loop.create_task(serving)
         self._ready.set()
-        await self._stopped
+        await asyncio.wait({server, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
         server.cancel()
-        await asyncio.gather(server, return_exceptions=True)
+        with suppress(asyncio.CancelledError):
+            await server  # it raises the error by which it has ended
 
     def _stop(self) -> None:
         if not self._stopped.done():

@@ -7,17 +7,21 @@ import errno
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import Any, cast
+from unittest.mock import AsyncMock, patch
 
 import pytest
 
 import hvdtrain
 from hvdtrain.agent import protocol
 from hvdtrain.agent.connections import DriverConnections
+from hvdtrain.agent.hub import Hub
+from hvdtrain.elastic.rendezvous import Driver
+from hvdtrain.elastic.request_server import RequestServer
 from tests.support.fleet import SECONDS, Fleet
 from tests.support.job import poll
 
@@ -161,6 +165,23 @@ def test_failed_accept_of_one_connection_closes_no_other_one() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         assert asyncio.run(asyncio.wait_for(serve(listener), SECONDS)) == []
     assert said == ["a connection cannot be accepted: aborted"]
+
+
+@pytest.mark.parametrize("server", ["ranks", "agents"])
+def test_server_that_fails_ends_with_its_error(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    monkeypatch.setattr(DriverConnections, "serve", AsyncMock(side_effect=ValueError("a defect")))
+    if server == "ranks":
+        requests = RequestServer("00")
+        requests.start(cast("Driver", None))
+        thread = requests._thread
+    else:
+        thread = Hub(b"0", 1, [], "/", print, print, print)._thread
+    thread.join(SECONDS)
+    assert [str(error.exc_value) for error in errors] == ["a defect"]
 
 
 def test_agent_with_a_wrong_registration_is_refused(tmp_path: Path) -> None:

@@ -218,7 +218,8 @@ class RequestServer:
         if generation != self._generation:
             return None
         exchange = self._exchanges.get((generation, scope))
-        # All ranks have their columns when the next exchange begins: contexts end with a barrier.
+        # All ranks have their columns when the next exchange begins: the gather of the ranks'
+        # places follows each exchange.
         if exchange is None or exchange.size != size or exchange.differs(rank, row):
             if exchange is not None:
                 exchange.give_up()

@@ -41,6 +41,7 @@ import asyncio
 import json
 import math
 import os
+import random
 import secrets
 import signal
 import socket
@@ -79,6 +80,10 @@ _QUIET_SECONDS = 0.75
 _UNCHANGED_SECONDS = 0.75
 _TURN_SECONDS = 0.5
 _AGAIN_SECONDS = 2.0
+# Without a driver, all agents look whether the run directory can be written: at this interval, and
+# at longer ones while it can, but several times in `driver_timeout`.
+_DIRECTORY_SECONDS = 4.0
+_LOOKS_IN_TIMEOUT = 4
 # A run directory that takes longer to answer counts as one that cannot be written; and for how many
 # times `driver_timeout` an agent without ranks waits for it.
 _ANSWER_SECONDS = 10.0
@@ -470,7 +475,7 @@ class Agent:
                 gone = await asyncio.wait_for(self._driver_is_gone(run), 2 * self._timeout)
             except (OSError, UserError, asyncio.TimeoutError):
                 gone = None
-            if gone is not None and self._alone() and not self._refusal:
+            if gone is not None and self._alone():
                 _say("the driver does not respond: this host tries to replace it")
                 self._successor = _start_successor(run, *gone)
             await asyncio.sleep(_AGAIN_SECONDS)
@@ -498,21 +503,32 @@ class Agent:
             if token is None or token.ended or token != known or not self._alone():
                 return None
         assert known is not None
+        if await _aside(_refusal, _token_path(run)):
+            return None
         found = await _aside(driver_file.read, run)
         return None if found is not None and found.exit_code is not None else (known, since)
 
     async def _watch_directory(self, run: Path) -> None:
         """While there is no driver, find out whether another one could write its token."""
+        pause = due = 0.0
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             if self._channel is not None or not self._ever:
-                self._refusal = ""
+                self._refusal, pause = "", 0.0
+                continue
+            longest = self._timeout / _LOOKS_IN_TIMEOUT
+            if not pause:
+                pause = min(_DIRECTORY_SECONDS, longest)
+                due = time.monotonic() + random.uniform(0, pause)
+            if time.monotonic() < due:
                 continue
             look = asyncio.ensure_future(_aside(_refusal, _token_path(run)))
             limit = min(_ANSWER_SECONDS, self._timeout / 2)
             if look not in (await asyncio.wait({look}, timeout=limit))[0]:
                 self._note_refusal(run, "no response")
             self._note_refusal(run, await look)  # one thread at most waits for a disk
+            pause = min(_DIRECTORY_SECONDS if self._refusal else 2 * pause, longest)
+            due = time.monotonic() + random.uniform(pause / 2, pause)
 
     def _note_refusal(self, run: Path, reason: str) -> None:
         before, self._refusal = self._refusal, reason

@@ -17,6 +17,8 @@ _MOST_FILES = 1 << 17
 _HEAD_BYTES = 1 << 16
 _RETRY_SECONDS = 1.0  # if no connection can be accepted
 _CLOSE_SECONDS = 0.01  # until another one is closed
+# Errors of accept that concern all connections; the others concern only the new one.
+_SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def raise_file_limit() -> tuple[int, int]:
@@ -74,7 +76,8 @@ class DriverConnections:
                     connection, peer = await loop.sock_accept(listener)
                 except OSError as error:
                     self._report_error(error)
-                    await asyncio.sleep(_CLOSE_SECONDS if self._make_room(1) else _RETRY_SECONDS)
+                    full = error.errno in _SHORT_OF and not self._make_room(1)
+                    await asyncio.sleep(_RETRY_SECONDS if full else _CLOSE_SECONDS)
                     continue
                 if self._make_room(self._most):
                     self._say_once(

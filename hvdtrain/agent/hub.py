@@ -340,6 +340,7 @@ class Hub:
                 left -= passed
                 if left < 0 or all(a.channel is None for a in self._agents.values()):
                     return
+        await server  # it raises the error by which it has ended
 
     def _all_ranks_silent(self) -> bool:
         """Whether no agent with processes has responded for a while: this host may be cut off."""

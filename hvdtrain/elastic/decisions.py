@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush, nsmallest
 
 from horovod.runner.common.util.hosts import SlotInfo
 
@@ -35,9 +36,9 @@ from hvdtrain.elastic.processes import (
     assign,
     choose,
     describe,
-    hold_as_much,
     in_order,
     replica_size,
+    state_by_host,
 )
 from hvdtrain.elastic.status import (
     RENDEZVOUS,
@@ -49,6 +50,7 @@ from hvdtrain.elastic.status import (
 )
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
 from hvdtrain.run_files.host_records import CAUSES, SILENT, STUCK, avoided, cause_of_end
+from hvdtrain.text import plural
 
 # New processes wait this long for each other, so that one rendezvous admits all of them.
 _GATHER_SECONDS = 2.0
@@ -62,6 +64,7 @@ _END_OF_START_SECONDS = 1.0  # replaces _END_SECONDS if no generation was formed
 _LAST_RESORT_SECONDS = 900.0
 # A newcomer is refused after this many failed state transfers; the others continue to train.
 _STATE_TRANSFERS = 2
+_MOST_NAMES = 3  # of hosts in a message
 _FINAL = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # exit codes that the ranks agree on
 
 
@@ -681,39 +684,73 @@ def _leave_out_parted(
     The hosts that stay have the state of the run, and suffice for it with the free slots of others.
     Otherwise all hosts try again, as often as the ranks do.
     """
-    hosts = list(dict.fromkeys(p.host for p in members))  # that of rank 0 first
-    pairs = {
-        frozenset((p.host, other))
-        for p in members
-        if p.status is not None
-        for other in p.status.unreachable
-        if other in hosts and other != p.host
-    }
-    free = _free_slots(job, now) if pairs else []
-    stay, left_out = [*members], dict[str, str]()
-    while parted := Counter(host for pair in pairs for host in pair):
-        sizes = Counter(p.host for p in stay)
-        for host in sorted(
-            parted, key=lambda h: (parted[h], -sizes[h], hosts.index(h)), reverse=True
-        ):
-            rest = [p for p in stay if p.host != host]
-            more = sum(other not in left_out and other != host for other, _ in free)
-            if len(choose(rest, job.max_np)) + more >= needed and hold_as_much(rest, stay):
-                break
-        else:
-            return []
-        others = sorted({other for pair in pairs if host in pair for other in pair - {host}})
-        left_out[host], stay = f"{host} and {' and '.join(others)} cannot reach each other", rest
-        pairs = {pair for pair in pairs if host not in pair}
-    actions: list[Action] = []
+    parted = _parted(members)
+    if not parted:
+        return []
+    ranks = Counter(p.host for p in members)  # the host of rank 0 first
+    free = Counter(host for host, _ in _free_slots(job, now))
+    left, more, size = len(members), sum(free.values()), replica_size(members)
+    state = state_by_host(members)
+    copies = Counter(part for held in state.values() for part in held)
+    # The one that most hosts cannot reach, then the one with the fewest ranks, then the youngest.
+    # A host that cannot be left out now cannot be left out later, either.
+    candidates = [
+        (-len(parted[host]), ranks[host], -age, host)
+        for age, host in enumerate(ranks)
+        if host in parted
+    ]
+    heapify(candidates)
+    left_out: dict[str, str] = {}
+    while candidates:
+        links, count, age, host = heappop(candidates)
+        others = parted[host]
+        if len(others) < -links:
+            heappush(candidates, (-len(others), count, age, host))
+            continue
+        whole = min(left - count, job.max_np) // size * size
+        suffices = whole + more - free[host] >= needed
+        if others and suffices and all(copies[part] > 1 for part in state[host]):
+            left_out[host] = f"{host} and {_names(others)} cannot reach each other"
+            left, more = left - count, more - free[host]
+            copies.subtract(state[host])
+            for other in others:
+                parted[other].remove(host)
+            parted[host] = set()
+    return [] if any(parted.values()) else _leave_out(job, members, left_out)
+
+
+def _parted(members: Sequence[TrainingProcess]) -> dict[str, set[str]]:
+    """Host -> hosts, of the last generation, that it cannot reach, or that cannot reach it."""
+    # What is known of a host does not hold for processes that it has started since.
+    failed = {p.host for p in members if p.status is not None and p.status.failed}
+    found: dict[str, set[str]] = {}
     for process in members:
-        if reason := left_out.get(process.host):
+        reported = process.status.unreachable if process.status is not None else ()
+        if others := failed.intersection(reported) - {process.host}:
+            found.setdefault(process.host, set()).update(others)
+            for other in others:
+                found.setdefault(other, set()).add(process.host)
+    return found
+
+
+def _names(hosts: set[str]) -> str:
+    more = len(hosts) - _MOST_NAMES
+    rest = [plural(more, "other host")] if more > 0 else []
+    return " and ".join([*nsmallest(_MOST_NAMES, hosts), *rest])
+
+
+def _leave_out(
+    job: JobState, members: Sequence[TrainingProcess], reasons: dict[str, str]
+) -> list[Action]:
+    """Refuse the processes of the hosts in `reasons`."""
+    actions, said = list[Action](), set[str]()
+    for process in members:
+        if reason := reasons.get(process.host):
             again = job.slots.pause_after_refusal(process)
             message = f"{reason}: {process.host} is left out and tried again in {again:.0f} s"
-            said = any(action.message == message for action in actions)
-            actions.append(
-                RefuseProcess(process.number, reason, False, message="" if said else message)
-            )
+            once = "" if message in said else message
+            said.add(message)
+            actions.append(RefuseProcess(process.number, reason, False, message=once))
     return actions
 
 

@@ -165,7 +165,6 @@ class ElasticDriver:
         self._answered = threading.Condition(lock)
         self._answers: dict[int, dict[str, Any]] = {}  # process -> answer that it has not received
         self._starter: Starter | None = None
-        # Ranks of the current generation, by host and local rank.
         self._hosts: list[str] = []  # of each rank of the current generation
         self._job = secrets.randbits(62)  # unique to this job
         self._most_ranks = 0  # most ranks that have run at once so far

@@ -168,14 +168,18 @@ def choose(waiting: Sequence[TrainingProcess], most: int) -> list[TrainingProces
     return chosen
 
 
-def hold_as_much(some: Sequence[TrainingProcess], others: Sequence[TrainingProcess]) -> bool:
-    """Whether `some` processes have the state of the run, with all shards, if `others` have it."""
-
-    def held(processes: Sequence[TrainingProcess]) -> tuple[int, set[int]]:
-        steps = [p.status.step for p in processes if p.status is not None and p.status.trained]
-        return max(steps, default=-1), set(_held(processes).values())
-
-    return held(some) == held(others)
+def state_by_host(processes: Sequence[TrainingProcess]) -> dict[str, set[int]]:
+    """Host -> what it has of the run's state: shards, and -1 if a process has the newest step."""
+    trained = {p.number: p.status.step for p in processes if p.status and p.status.trained}
+    newest, shards = max(trained.values(), default=0), _held(processes)
+    found: dict[str, set[int]] = {}
+    for process in processes:
+        held = found.setdefault(process.host, set())
+        if trained.get(process.number) == newest:
+            held.add(-1)
+        if process.number in shards:
+            held.add(shards[process.number])
+    return found
 
 
 def _least_useful(chosen: Sequence[TrainingProcess], size: int) -> TrainingProcess:

@@ -11,13 +11,16 @@ from __future__ import annotations
 import errno
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from hvdtrain.runtime import interfaces
 
-_BACKLOG = 4096  # connections are not accepted: each host makes one
+_BACKLOG = 4096  # each host makes one connection; the kernel may allow fewer than this
+_ANSWER_SECONDS = 0.1  # after a connection could not be accepted
+_END_SECONDS = 5.0
 _CONNECT_SECONDS = 2.5  # the kernel sends a lost first packet again after 1 s
 # A host that refuses the connection is reached: the rank may have ended, or left the rendezvous.
 _REACHED = (0, errno.ECONNREFUSED, errno.ECONNRESET)
@@ -30,10 +33,27 @@ def listening() -> Iterator[tuple[str, int] | None]:
         try:
             address = interfaces.own_address()
             listener = stack.enter_context(socket.create_server((address, 0), backlog=_BACKLOG))
-        except OSError:  # such as no free descriptor: the rendezvous shall not fail for it
+            answers = threading.Thread(target=_answer, args=(listener,), name="reach", daemon=True)
+            answers.start()
+        except (OSError, RuntimeError):  # no free descriptor or thread: the rendezvous goes ahead
             yield None
             return
-        yield address, listener.getsockname()[1]
+        try:
+            yield address, listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            answers.join(_END_SECONDS)
+
+
+def _answer(listener: socket.socket) -> None:
+    """Accept and close connections until the listener is shut down: its queue may be short."""
+    while True:
+        try:
+            listener.accept()[0].close()
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EBADF):  # it is shut down, or closed
+                return
+            time.sleep(_ANSWER_SECONDS)
 
 
 def unreachable(places: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:

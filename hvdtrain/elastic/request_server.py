@@ -114,9 +114,10 @@ class RequestServer:
         serving = self._connections.serve(listener, self._serve, head_bytes=_HEAD_BYTES)
         server = self._loop.create_task(serving)
         self._ready.set()
-        await self._stopped
+        await asyncio.wait({server, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
         server.cancel()
-        await asyncio.gather(server, return_exceptions=True)
+        with suppress(asyncio.CancelledError):
+            await server  # it raises the error by which it has ended
 
     def _stop(self) -> None:
         if not self._stopped.done():
@@ -217,7 +218,8 @@ class RequestServer:
         if generation != self._generation:
             return None
         exchange = self._exchanges.get((generation, scope))
-        # All ranks have their columns when the next exchange begins: contexts end with a barrier.
+        # All ranks have their columns when the next exchange begins: the gather of the ranks'
+        # places follows each exchange.
         if exchange is None or exchange.size != size or exchange.differs(rank, row):
             if exchange is not None:
                 exchange.give_up()

@@ -14,10 +14,11 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
+from unittest.mock import patch
 
 import pytest
 
-from hvdtrain.agent import driver_file, protocol
+from hvdtrain.agent import agent, driver_file, protocol
 from hvdtrain.agent.agent import Agent, AgentSettings
 from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.agent.protocol import Channel
@@ -231,6 +232,22 @@ def test_agent_without_driver_waits_for_its_directory(tmp_path: Path) -> None:
     text = "" if stderr is None else stderr.read()
     assert text.count("cannot be written (Is a directory)") == 1, text
     assert text.index("can be written again") < text.index("has been away for 1 s"), text
+
+
+def test_agents_look_at_the_directory_seldom(tmp_path: Path) -> None:
+    async def looks() -> int:
+        found = Agent(AgentSettings(tmp_path, "a", 1, 600.0, {}))
+        found._ever = True
+        watching = asyncio.create_task(found._watch_directory(tmp_path))
+        await asyncio.sleep(0.5)
+        watching.cancel()
+        return refusal.call_count
+
+    with (
+        patch.object(agent, "_LOOK_SECONDS", 0.01),
+        patch.object(agent, "_refusal", return_value="") as refusal,
+    ):
+        assert asyncio.run(looks()) <= 1
 
 
 def test_agent_accepted_while_it_gives_up_gives_up_again_later() -> None:

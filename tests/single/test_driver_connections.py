@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import AsyncMock, patch
 
 import pytest
 
 import hvdtrain
 from hvdtrain.agent import protocol
+from hvdtrain.agent.connections import DriverConnections
+from hvdtrain.agent.hub import Hub
+from hvdtrain.elastic.rendezvous import Driver
+from hvdtrain.elastic.request_server import RequestServer
 from tests.support.fleet import SECONDS, Fleet
 from tests.support.job import poll
 
@@ -122,6 +129,59 @@ def test_driver_without_free_files_says_so_once_and_does_not_spin(
         assert int(servers.ask("count")) < 100
         (line,) = servers.said()
         assert line.startswith(f"Too many open files: the driver may have {FILES} and needs")
+
+
+def test_failed_accept_of_one_connection_closes_no_other_one() -> None:
+    accept, errors = socket.socket.accept, list[OSError]()
+    served, closed, said = list[int](), list[int](), list[str]()
+
+    def failing(listener: socket.socket) -> Any:
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(served)
+        served.append(number)
+        try:
+            await reader.read()
+        finally:
+            closed.append(number)
+            writer.close()
+
+    async def serve(listener: socket.socket) -> list[int]:
+        serving = asyncio.create_task(DriverConnections(2, said.append).serve(listener, handler))
+        with ExitStack() as stack:
+            for count in (1, 2):
+                stack.enter_context(socket.create_connection(listener.getsockname()))
+                while len(served) < count:
+                    await asyncio.sleep(0.01)
+                errors.append(ConnectionAbortedError(errno.ECONNABORTED, "aborted"))
+            early = [*closed]
+        serving.cancel()
+        return early
+
+    with patch.object(socket.socket, "accept", failing):
+        listener = socket.create_server(("127.0.0.1", 0))
+        assert asyncio.run(asyncio.wait_for(serve(listener), SECONDS)) == []
+    assert said == ["a connection cannot be accepted: aborted"]
+
+
+@pytest.mark.parametrize("server", ["ranks", "agents"])
+def test_server_that_fails_ends_with_its_error(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    monkeypatch.setattr(DriverConnections, "serve", AsyncMock(side_effect=ValueError("a defect")))
+    if server == "ranks":
+        requests = RequestServer("00")
+        requests.start(cast("Driver", None))
+        thread = requests._thread
+    else:
+        thread = Hub(b"0", 1, [], "/", print, print, print)._thread
+    thread.join(SECONDS)
+    assert [str(error.exc_value) for error in errors] == ["a defect"]
 
 
 def test_agent_with_a_wrong_registration_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -551,6 +552,34 @@ def test_host_that_was_left_out_is_tried_again() -> None:
     job.join(3, NEW)
     _join(job, 0, 2)
     assert sorted(job.ranks) == [0, 2, 3]
+
+
+def test_hosts_that_join_later_are_not_refused_on_old_evidence() -> None:
+    job = DecidedJob({"a": 1, "b": 1, "c": 1}, 2, 2, 2, TIMEOUT)
+    _join(job, 0, 1, status=NEW)
+    _part(job, {0: "b"})
+    job.join(1, TRAINED)
+    job.exit(1, 1)
+    job.consider(0.0)
+    job.exit(2, 1)
+    job.consider(60.0)
+    assert [process.host for process in job.state.processes] == ["a", "b", "c", "b"]
+    _join(job, 3, status=NEW)
+    assert sorted(job.ranks) == [0, 3]
+
+
+def test_halves_of_a_thousand_parted_hosts_are_separated_at_once() -> None:
+    hosts = [f"host{number:03}" for number in range(1000)]
+    job = _start(dict.fromkeys(hosts, 1), min_np=2)
+    failed = replace(TRAINED, failed=RENDEZVOUS)
+    for number in range(len(hosts)):
+        others = hosts[500:] if number < 500 else hosts[:500]
+        job.join(number, replace(failed, unreachable=tuple(others)))
+    began = time.process_time()
+    refused = decide(job.state, 0.0)
+    assert time.process_time() - began < 10.0
+    assert [action.number for action in refused] == [*range(500, 1000)]
+    assert "host000 and host001 and host002 and 497 other hosts cannot" in refused[0].message
 
 
 def test_death_of_a_starting_process_is_not_a_failure_of_a_generation() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import socket
+import threading
 from unittest.mock import patch
 
 from hvdtrain.elastic import reach
@@ -27,6 +28,14 @@ def test_host_that_does_not_answer_in_time_is_unreachable() -> None:
         place = full.getsockname()
         with socket.create_connection(place), patch.object(reach, "_CONNECT_SECONDS", 0.2):
             assert reach.unreachable({"silent": place}) == ("silent",)
+
+
+def test_more_hosts_than_the_kernel_queues_reach_a_rank() -> None:
+    with patch.object(reach, "_BACKLOG", 0), reach.listening() as place:
+        assert place is not None
+        for _ in range(5):
+            assert reach.unreachable({"here": place}) == ()
+    assert not [thread for thread in threading.enumerate() if thread.name == "reach"]
 
 
 def test_lack_of_descriptors_is_not_a_lack_of_connections() -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 import hvdtrain
 
 SECONDS = float(sys.argv[1])
-LATE, LONG = 12.0, 40.0
+LATE, LONG = 6.0, 40.0  # a micro-batch has two rows
 torch.manual_seed(0)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -19,7 +19,7 @@ began = time.monotonic()
 
 
 class SlowDisk(Dataset):
-    """Rows that arrive up to 12 s late, now and then."""
+    """Rows that arrive up to 6 s late, now and then."""
 
     def __len__(self):
         return 1 << 20

@@ -29,7 +29,7 @@ CHAIN = [
     ("mpirun:2", {"context": 2}, 4),
     ("gloo:4", {}, 6),
     ("gloo:4", {"tensor": 2}, 8),
-    ("gloo:4", {"pipeline": 2, "shard": 2, "reshard_after_forward": "false"}, 12),
+    ("gloo:4", {"pipeline": 2, "shard": 2, "shard.stage": "2"}, 12),
     ("", {}, 16),
 ]
 

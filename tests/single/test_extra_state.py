@@ -46,7 +46,7 @@ def test_extra_state_of_modules_is_restored() -> None:
 def test_checkpoint_without_extra_state_is_refused() -> None:
     saved = copy.deepcopy(state_of(Scaled()).capture())
     del saved.parts["extra"]
-    with pytest.raises(UserError, match="this configuration requires the state of .*extra"):
+    with pytest.raises(UserError, match=r"requires the state of .*extra"):
         state_of(Scaled()).load(saved)
 
 

@@ -64,6 +64,7 @@ def metrics(tmp_path: Path) -> Iterator[bytes]:
     directory = RunDirectory(tmp_path)
     directory.prepare(fresh=True, claim=Claim.of_this_process())
     recorder = RunRecorder(directory, CheckpointConfig(keep=1))
+    recorder.starts.append({"time": 0.0})
     recorder.open(0, exporter)
     yield generate_latest(exporter.registry)
     recorder.close()

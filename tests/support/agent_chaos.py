@@ -221,7 +221,9 @@ def _make_the_run_readable(job: AgentChaosJob, choice: random.Random) -> str:
 
 def _stop_the_readers(job: AgentChaosJob, choice: random.Random) -> str:
     """Stop the readers of all output, and kill a rank meanwhile."""
-    readers = [p for h in TASK_HOSTS for p in job.cluster.processes(h) if _READER in p.command]
+    found = [process for host in TASK_HOSTS for process in job.cluster.processes(host)]
+    readers = [process for process in found if process.command.startswith(_READER)]
+    assert len(readers) == len(TASK_HOSTS), readers
     for reader in readers:
         os.kill(reader.pid, signal.SIGSTOP)
     try:

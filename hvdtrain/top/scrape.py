@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import http.client
+import math
 import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,9 +157,10 @@ class Scraper:
         # Ranks that did not answer last time are queried last, so that no other rank waits.
         turns = {"": 0, _NOT_QUERIED: 1}
         order = sorted(targets, key=lambda target: turns.get(self._of(target).problem, 2))
-        asked = {target: self._pool.submit(self._query, target) for target in order}
+        begun: dict[Target, float] = {}
+        asked = {target: self._pool.submit(self._query, target, begun) for target in order}
         _wait_for(list(asked.values()))
-        found = {target: self._result(target, asked[target]) for target in targets}
+        found = {target: self._result(target, asked[target], begun) for target in targets}
         self._last = found
         return list(found.values())
 
@@ -168,7 +170,8 @@ class Scraper:
     def _of(self, target: Target) -> Rank:
         return self._last.get(target, Rank(target))
 
-    def _query(self, target: Target) -> str:
+    def _query(self, target: Target, begun: dict[Target, float]) -> str:
+        begun[target] = time.monotonic()
         name, _, port = target.address.rpartition(":")
         host = name.strip("[]")
         connection: http.client.HTTPConnection
@@ -187,9 +190,11 @@ class Scraper:
         finally:
             connection.close()
 
-    def _result(self, target: Target, answer: Future[str]) -> Rank:
+    def _result(self, target: Target, answer: Future[str], begun: Mapping[Target, float]) -> Rank:
         if answer.cancel() or not answer.done():
-            problem = _NOT_QUERIED if answer.cancelled() else "timed out"
+            # A connection may become free at the end of the wait: that query had no time.
+            had_time = time.monotonic() - begun.get(target, math.inf) > _RESPONSE_SECONDS / 2
+            problem = "timed out" if had_time else _NOT_QUERIED
             return Rank(target, problem, phases=self._of(target).phases)
         try:
             return _parse(target, answer.result(), self._of(target).phases)

@@ -17,6 +17,8 @@ own-loop
 replays
 
 streams
+
+torchft-recovery
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from tests.soak.bench.layout_speed import layout_speed
 from tests.soak.bench.layouts import LAYOUTS, TINY, Where, layouts
 from tests.soak.bench.layouts_report import LayoutsReport
 from tests.soak.bench.own_loop import own_loop
+from tests.soak.bench.peer_recovery import peer_recovery
 from tests.soak.bench.rendezvous import rendezvous
 from tests.soak.bench.replays import replays
 from tests.soak.bench.start import start
@@ -99,6 +102,10 @@ def _agents(args: argparse.Namespace) -> Report:
 
 def _streams(args: argparse.Namespace) -> Report:
     return streams(args.shards, args.steps, args.rounds, args.workers)
+
+
+def _torchft_recovery(args: argparse.Namespace) -> Report:
+    return peer_recovery(args.kills)
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
@@ -166,11 +173,16 @@ _ACTIONS: Mapping[
         "loading tokens from many tar shards, in turns with torchdata and webdataset",
         {"shards": 1000, "steps": 200, "rounds": 5, "workers": 1},
     ),
+    "torchft-recovery": (
+        _torchft_recovery,
+        "the pause after one of 4 ranks is killed, and of torchft, which it installs",
+        {"kills": 5},
+    ),
 }
-_WITHOUT_RUNS = ("rendezvous", "agents", "streams")
+_WITHOUT_RUNS = ("rendezvous", "agents", "streams", "torchft-recovery")
 _NUMBERS = {
     "np": "ranks", "steps": "in one turn", "rounds": "turns", "shards": "tar files",
-    "workers": "processes of each loader",
+    "workers": "processes of each loader", "kills": "of a rank",
 }  # fmt: skip
 
 

@@ -1,16 +1,22 @@
-"""What torchrun and the MPI of this environment do with signals: the table of docs/launch.md."""
+"""What torchrun, srun and the MPI of this environment do with signals: the table of docs/launch.md."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from hvdtrain.launch import mpi
+from tests.support import namespaces
+from tests.support import slurm as support
+from tests.support.cluster import REPOSITORY, Cluster
 from tests.support.job import poll
 from tests.support.runs import TINY, metrics, start
+from tests.support.slurm import Slurm
 
 TASK = ["--task", "tests.support.tasks:SlowWhile", "--train.duration", "9999"]
 
@@ -53,6 +59,33 @@ def test_signal_to_the_launcher_saves_or_ends_the_ranks(
         job.kill()
     saves, codes = _expected(launcher, name)
     print(f"{launcher} {name}: exit code {done.returncode}")
+    assert (_saved(run), done.returncode in codes) == (saves, True), done
+
+
+@pytest.mark.smoke
+@pytest.mark.slow
+def test_srun_kills_at_sigterm_and_passes_user_signals_on() -> None:
+    if reason := namespaces.why_not() or support.why_not():
+        pytest.skip(reason)
+    if not mpi.of_launcher().is_open_mpi or mpi.of_launcher().is_prrte:
+        pytest.skip("this MPI was not tried with Slurm's PMIx")
+    with Cluster(["node1"], sshd=False) as cluster:
+        slurm = Slurm(cluster)
+        for name, code in [("SIGTERM", 137), ("SIGUSR1", 75), ("SIGUSR2", 75)]:
+            root = cluster.shared / name
+            root.mkdir()
+            where = ["--run.root", str(root), "--run.id", "a"]
+            step = ["srun", "--ntasks=2", "--mpi=pmix", sys.executable, "-m", "hvdtrain.train"]
+            env = slurm.env | {"HVDTRAIN_TEST_SLOW": f"0.05:{root}", "PYTHONPATH": str(REPOSITORY)}
+            job = cluster.start("node1", [*step, *TINY, *TASK, *where], env)
+            poll(lambda run=root / "a": len(metrics(run)) >= 2, 60, "step 2")
+            srun, *_ = [p for p in cluster.processes() if p.command.startswith("srun ")]
+            os.kill(srun.pid, getattr(signal, name))
+            done = job.wait(60)
+            assert (_saved(root / "a"), done.returncode) == (code == 75, code), done
+            poll(lambda: not cluster.ranks(), 20, "the end of the ranks")
+
+
+def _saved(run: Path) -> bool:
     last = metrics(run)[-1]["step"]
-    saved = (run / "checkpoints" / f"step_{last:08}").is_dir()
-    assert (saved, done.returncode in codes) == (saves, True), done
+    return (run / "checkpoints" / f"step_{last:08}").is_dir()

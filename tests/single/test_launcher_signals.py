@@ -1,4 +1,4 @@
-"""What torchrun, srun and the MPI of this environment do with signals: the table of docs/launch.md."""
+"""What torchrun, srun and this MPI do with signals: the table of docs/launch.md."""
 
 from __future__ import annotations
 

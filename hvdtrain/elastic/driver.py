@@ -37,7 +37,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -71,7 +71,7 @@ from hvdtrain.elastic.processes import (
     find_hosts,
     reported_places,
 )
-from hvdtrain.elastic.rendezvous import RANKS, make_handler
+from hvdtrain.elastic.rendezvous import RANKS
 from hvdtrain.elastic.status import ProcessStatus
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER
 from hvdtrain.run_files.host_records import LAUNCH_VARIABLE, HostRecords
@@ -116,8 +116,7 @@ class ElasticDriver:
     that replaces it.
 
     Args:
-        rendezvous: HTTP server through which the ranks of a generation find each other: Horovod's
-            or RequestServer.
+        rendezvous: RequestServer, through which the ranks of a generation find each other.
         discovery: find_available_hosts_and_slots() -> {host: slots}.
         min_num_proc, max_num_proc: the fewest and the most processes of a generation.
         timeout: seconds to wait for hosts while fewer than `min_num_proc` processes are left.
@@ -129,12 +128,10 @@ class ElasticDriver:
     Attributes:
         may_act: whether this driver may decide now: whether its lease, if it has one, is valid.
         record: keeps the record of the job; called before anything that the record must contain.
-        on_answers: called with processes whose `join` now returns an answer.
     """
 
     may_act: Callable[[], bool] = staticmethod(lambda: True)
     record: Callable[[JobRecord], None] = staticmethod(lambda _: None)
-    on_answers: Callable[[Iterable[int]], None] = staticmethod(lambda _: None)
 
     def __init__(
         self,
@@ -159,10 +156,7 @@ class ElasticDriver:
             reset_limit=reset_limit,
             horovod_script=horovod_script,
         )
-        lock = threading.RLock()  # of the state
-        self._changed = threading.Condition(lock)
-        # For threads that wait for ranks: a thousand of them must not wake at each change.
-        self._answered = threading.Condition(lock)
+        self._changed = threading.Condition()  # of the state
         self._answers: dict[int, dict[str, Any]] = {}  # process -> answer that it has not received
         self._starter: Starter | None = None
         self._hosts: list[str] = []  # of each rank of the current generation
@@ -181,9 +175,6 @@ class ElasticDriver:
         self._discoverer.start()
 
     # --- interface for launchers -------------------------------------------
-
-    def create_rendezvous_handler(self) -> type:
-        return make_handler(self)
 
     def wait_for_available_slots(self, min_num_proc: int) -> None:
         """Wait until discovery finds `min_num_proc` slots; exit the launcher on a timeout."""
@@ -271,8 +262,8 @@ class ElasticDriver:
     def _listen(self) -> None:
         """Listen for heartbeats; if the port is taken, timeouts alone detect failures."""
         try:
-            secret = getattr(self._rendezvous, "secret", None) or ""
-            self._heartbeats = HeartbeatReceiver(_port_of(self._rendezvous), secret.encode())
+            secret = self._rendezvous.secret.encode()
+            self._heartbeats = HeartbeatReceiver(self._rendezvous.port, secret)
         except OSError as error:
             say(f"heartbeats cannot be received: {error}")
             return
@@ -426,8 +417,7 @@ class ElasticDriver:
 
     def _answer(self, answers: Mapping[int, dict[str, Any]]) -> None:
         self._answers.update(answers)
-        self._answered.notify_all()
-        self.on_answers(answers)
+        self._rendezvous.answer(answers)
 
     def _act_on(self, message: str) -> None:
         """Print the message of an event, and act on the event at once."""
@@ -435,9 +425,9 @@ class ElasticDriver:
             say(message)
         self._act()
 
-    # --- requests of processes, through rendezvous.py ----------------------
+    # --- requests of processes, through request_server.py ------------------
 
-    def join(self, number: int, seconds: float, status: dict[str, Any]) -> dict[str, Any] | None:
+    def join(self, number: int, status: dict[str, Any]) -> dict[str, Any] | None:
         """Return the ranks of a process in the next generation; None: not yet, ask again.
 
         Args:
@@ -452,15 +442,12 @@ class ElasticDriver:
             one and must ask again. "spare" is repeated until the process has run again, because
             an answer may be lost.
         """
-        deadline = time.monotonic() + seconds
         with self._changed:
             self.request(number, status)
             process = self._state.process(number)
             if process is None or not self._takes_part(process):
                 unfinished = process is not None and self._state.unfinished(process)
                 return {**_EXCLUDED, "reason": _UNFINISHED} if unfinished else _EXCLUDED
-            while number not in self._answers and (left := deadline - time.monotonic()) > 0:
-                self._answered.wait(left)
             if process.state == "removed":  # the process asks again if the answer is lost
                 return self._answers.get(number)
             return self._answers.pop(number, _SPARE if process.spare else None)
@@ -494,7 +481,7 @@ class ElasticDriver:
         with self._changed:
             self._record_request(number)
 
-    def failed(self, number: int, message: str, step: int | None) -> None:
+    def failed(self, number: int, message: str, step: int | None = None) -> None:
         """Record why a process is about to end; `step`: the step in which it raised an error."""
         with self._changed:
             process = self._record_request(number)
@@ -653,7 +640,3 @@ class ElasticDriver:
             say(f"heartbeats: the longest delay was {longest:.2f} s (phi {phi:.0f})")
         self._exit_code = code if code >= 0 else 128 - code
         self._finished.set()
-
-
-def _port_of(server: Any) -> int:
-    return int(server.port if hasattr(server, "port") else server._httpd.server_address[1])

@@ -17,7 +17,6 @@ from typing import IO, Any
 
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.common.util.hosts import SlotInfo
-from horovod.runner.http.http_server import RendezvousServer
 from horovod.runner.util import network
 
 from hvdtrain.agent import protocol
@@ -29,6 +28,7 @@ from hvdtrain.agent.started import StartedAgents, ssh_command
 from hvdtrain.elastic.command import horovod_script, runs_hvdtrain
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.rendezvous import environment_of
+from hvdtrain.elastic.request_server import RequestServer
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.runtime import interfaces
 from hvdtrain.runtime.queued_output import Destination, queued, say
@@ -71,7 +71,7 @@ def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
     script = horovod_script(command)
     command = script or command
     key, files_before = secrets.token_bytes(32), raise_file_limit()
-    rendezvous = RendezvousServer(settings.verbose, protocol.rendezvous_secret(key))
+    rendezvous = RequestServer(protocol.rendezvous_secret(key))
     driver = ElasticDriver(
         rendezvous,
         settings.discovery,
@@ -83,7 +83,7 @@ def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
         verbose=settings.verbose,
         horovod_script=script is not None,
     )
-    port = rendezvous.start(driver.create_rendezvous_handler())
+    port = rendezvous.start(driver)
     driver.wait_for_available_slots(settings.num_proc)
     env, address = driver.choose_interfaces(settings.nics, env)
     driver.handle_signals()

@@ -1,8 +1,8 @@
-"""HTTP server of the driver under `hvdtrain launch` without hosts: one thread, with an event loop.
+"""HTTP server of the elastic driver, which speaks the protocol of rendezvous.py: one event loop.
 
-It speaks the protocol of rendezvous.py, like Horovod's server under horovodrun. That server starts
-a thread per request; here a request that waits costs no thread. A rank sends two requests per
-generation, for its ranks and for the addresses of the others: both wait for all other ranks.
+Horovod's own server starts a thread per request; here a request that waits costs no thread. A rank
+sends two requests per generation, for its ranks and for the addresses of the others: both wait for
+all other ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from horovod.runner.common.util import secret as signatures
 from horovod.runner.common.util.hosts import SlotInfo
 
 from hvdtrain.agent.connections import DriverConnections
-from hvdtrain.elastic.rendezvous import Driver, handle_get, handle_report
+from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.runtime.environment import answer_seconds
 from hvdtrain.runtime.queued_output import say
 from hvdtrain.untrusted import printable
@@ -37,6 +37,8 @@ _COLUMNS = 256  # sent at the same time
 _NONCE_BYTES = 8  # at the start of a row: distinguishes a repeated request from the next exchange
 _REFUSED_SECONDS = 60.0  # between two messages about refused requests
 _STOP_SECONDS = 5.0
+
+_REPORTS = ("alive", "failed", "replace", "leave", "stuck")  # methods of the driver
 
 _Answer = tuple[int, bytes]
 _NOT_YET: _Answer = (HTTPStatus.NOT_FOUND, b"")
@@ -56,7 +58,7 @@ class RequestServer:
 
     def __init__(self, secret: str) -> None:
         self.secret = secret
-        self._driver: Driver | None = None
+        self._driver: ElasticDriver | None = None
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}  # process -> its held requests
         # By generation and scope.
         self._exchanges: dict[tuple[int, str], _AddressExchange] = {}
@@ -72,7 +74,7 @@ class RequestServer:
 
     # --- called by the driver's threads --------------------------------------------------------
 
-    def start(self, driver: Driver) -> int:
+    def start(self, driver: ElasticDriver) -> int:
         """Serve requests; return the port."""
         self._driver = driver
         self._thread.start()
@@ -171,12 +173,11 @@ class RequestServer:
             return self._refuse(writer, first, "has another body than the one that was signed")
         assert self._driver is not None
         words = path.split("/")[1:]
-        if method == "GET" and len(words) == 2:
-            found = handle_get(self._driver, *words)
-            return _NOT_YET if found is None else (HTTPStatus.OK, found)
-        if method != "POST" or len(words) not in (2, 4):
-            return _BAD
         try:
+            if method == "GET" and words[0] == "news" and len(words) == 2:
+                return _found(self._driver.news(int(words[1])))
+            if method != "POST" or len(words) not in (2, 4):
+                return _BAD
             if len(words) == 4:
                 rank, size, generation = map(int, words[1:])
                 exchange = self._enter(words[0], rank, size, generation, body)
@@ -190,6 +191,11 @@ class RequestServer:
             return _BAD
 
     async def _report(self, what: str, number: int, body: dict[str, Any]) -> _Answer:
+        """Answer a POST request.
+
+        Raises:
+            TypeError, KeyError, ValueError: it is wrong.
+        """
         assert self._driver is not None
         if what == "join":
             if not self._driver.request(number, body):
@@ -198,10 +204,11 @@ class RequestServer:
                 others.add(held)
                 await asyncio.wait({held}, timeout=_JOIN_SECONDS)
                 others.discard(held)
-            found = self._driver.join(number, 0.0, body)
-        else:
-            found = handle_report(self._driver, what, number, body)
-        return _NOT_YET if found is None else (HTTPStatus.OK, json.dumps(found).encode())
+            return _found(self._driver.join(number, body))
+        if what not in _REPORTS:
+            return _BAD
+        getattr(self._driver, what)(number, **body)
+        return _found({})
 
     def _enter(
         self, scope: str, rank: int, size: int, generation: int, row: bytes
@@ -256,9 +263,13 @@ class RequestServer:
         if time.monotonic() - self._refused_at >= _REFUSED_SECONDS:
             self._refused_at = time.monotonic()
             sender = writer.get_extra_info("peername")[0]
-            say(f"refused a request of {sender}: {printable(request[:80])} {why}; "
+            say(f"refused a request of {sender}: '{printable(request[:80])}' {why}; "
                 f"{self._refused} refused so far")  # fmt: skip
         return HTTPStatus.FORBIDDEN, b""
+
+
+def _found(answer: dict[str, Any] | None) -> _Answer:
+    return _NOT_YET if answer is None else (HTTPStatus.OK, json.dumps(answer).encode())
 
 
 def _send(writer: asyncio.StreamWriter, status: int, value: bytes) -> None:

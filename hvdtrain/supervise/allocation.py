@@ -356,7 +356,6 @@ class AllocationDriver:
         driver.record = self._record
         hub.on_hosts(driver.discover)
         hub.on_isolation(_step_down)
-        driver.on_answers = rendezvous.answer
         port = rendezvous.start(driver)
         hub.on_start(lambda slot, address: _environment(slot, address, port, plan))
         content = replace(content, rendezvous=port)

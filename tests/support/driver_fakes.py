@@ -44,7 +44,7 @@ class Rendezvous:
         plans: ranks of each of these generations.
     """
 
-    _httpd = SimpleNamespace(server_address=("", 0))
+    port, secret = 0, ""
 
     def __init__(self) -> None:
         self.generations: list[int] = []
@@ -53,6 +53,9 @@ class Rendezvous:
     def init(self, plan: list[SlotInfo], generation: int) -> None:
         self.generations.append(generation)
         self.plans.append(plan)
+
+    def answer(self, numbers: Iterable[int]) -> None:
+        pass
 
     def stop(self) -> None:
         pass
@@ -332,7 +335,7 @@ class SteppedDriver:
                 self.formed.append(Formed(number, ranks, {s.rank: s.hostname for s in plan}))
 
     def join(self, number: int, status: ProcessStatus) -> dict[str, Any] | None:
-        return self.driver.join(number, 0.0, asdict(status))
+        return self.driver.join(number, asdict(status))
 
     # The driver acts on each of these events at once.
 

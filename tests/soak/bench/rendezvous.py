@@ -18,11 +18,11 @@ from multiprocessing import get_context
 
 from horovod.runner.common.util import secret
 from horovod.runner.common.util.hosts import SlotInfo
-from horovod.runner.http.http_server import RendezvousServer
 
 from hvdtrain.bench.report import BenchMetric, Report
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.rendezvous import ask
+from hvdtrain.elastic.request_server import RequestServer
 from hvdtrain.elastic.status import Identity, ProcessStatus
 
 SLOTS = 8  # of a host
@@ -45,9 +45,9 @@ class Met:
 def rendezvous(ranks: int, generations: int) -> Report:
     """Measure the seconds until the last of `ranks` ranks has all addresses, per generation."""
     key = os.urandom(32).hex()
-    server = RendezvousServer(0, key)
+    server = RequestServer(key)
     driver = ElasticDriver(server, _Hosts(ranks), ranks, ranks)
-    port = server.start(driver.create_rendezvous_handler())
+    port = server.start(driver)
     driver.wait_for_available_slots(ranks)
     processes = min(ranks, max(1, len(os.sched_getaffinity(0)) - 1))
     spawned = get_context("spawn")

@@ -126,6 +126,11 @@ class Hub:
         port: TCP port for agents.
         misplaced: the launcher started several agents on one host.
         lost_hosts: an agent there has not responded and had processes: this host may be cut off.
+        environment: returns the environment of a process, given its slot and the driver's address
+            as seen from its host.
+        on_hosts: called when a host comes or goes.
+        on_isolation: called before hosts are given up while no host with processes responds.
+        on_leave: called with a host that leaves the run, and its processes.
     """
 
     removals_are_final = True
@@ -144,10 +149,10 @@ class Hub:
         self._secret, self._driver_timeout, self._tls = secret, driver_timeout, tls
         self._command, self._directory = _pieces(command), directory
         self._on_output, self._on_signal, self._say = on_output, on_signal, say
-        self._on_hosts: Callable[[], None] = lambda: None
-        self._on_isolation: Callable[[], None] = lambda: None
-        self._on_leave: Callable[[str, Sequence[int]], None] = lambda *_: None
-        self._environment: Callable[[Slot, str], Mapping[str, str]] = lambda *_: {}
+        self.environment: Callable[[Slot, str], Mapping[str, str]] = lambda *_: {}
+        self.on_hosts: Callable[[], None] = lambda: None
+        self.on_isolation: Callable[[], None] = lambda: None
+        self.on_leave: Callable[[str, Sequence[int]], None] = lambda *_: None
         self._agents: dict[str, _Agent] = {}  # by host
         self._of_process: dict[int, _Agent] = {}
         self._refused: dict[str, float] = {}  # agent -> time of its first refusal
@@ -183,25 +188,6 @@ class Hub:
         """Return host -> slots of all agents that may start processes, node2 before node10."""
         with self._hosts:
             return dict(sorted(self._slots.items(), key=lambda item: _natural(item[0])))
-
-    def on_hosts(self, changed: Callable[[], None]) -> None:
-        """Set what is called when a host comes or goes."""
-        self._on_hosts = changed
-
-    def on_isolation(self, isolated: Callable[[], None]) -> None:
-        """Set what is called before hosts are given up while no host with processes responds."""
-        self._on_isolation = isolated
-
-    def on_leave(self, leaves: Callable[[str, Sequence[int]], None]) -> None:
-        """Set what is called with a host that leaves the run, and its processes."""
-        self._on_leave = leaves
-
-    def on_start(self, environment: Callable[[Slot, str], Mapping[str, str]]) -> None:
-        """Set the function that returns the environment of a process.
-
-        It is called with the process's slot and the driver's address as seen from its host.
-        """
-        self._environment = environment
 
     def start_agents_with(self, start: Callable[[str], None]) -> None:
         """Set the function that starts an agent on a host; the hub's thread calls it as needed.
@@ -356,7 +342,7 @@ class Hub:
                 if self._all_ranks_silent():
                     if self._start_agent is not None:
                         return  # the end of the agent (of ssh) decides
-                    self._on_isolation()
+                    self.on_isolation()
                 agent.channel.abort()
                 self._lost(agent, f"no message for {protocol.SILENT_SECONDS:.0f} s")
         elif (since := agent.away_since) and time.monotonic() - since > self._return_seconds:
@@ -484,7 +470,7 @@ class Hub:
             case "signal":
                 self._signal(agent.registration.host, int(message["number"]), again=True)
             case "leave":
-                self._on_leave(agent.registration.host, tuple(agent.processes))
+                self.on_leave(agent.registration.host, tuple(agent.processes))
 
     def _signal(self, host: str, number: int, again: bool) -> None:
         if again or host not in self._signalled:
@@ -559,7 +545,7 @@ class Hub:
             changed, self._slots = slots != self._slots, slots
             self._hosts.notify_all()
         if changed:
-            self._on_hosts()
+            self.on_hosts()
 
     def _start(self, slot: Slot, process: _Process) -> None:
         agent = self._agents.get(slot.hostname)
@@ -582,7 +568,7 @@ class Hub:
                 "slot": slot.local_rank,
                 "command": last,
                 "directory": self._directory,
-                "environment": dict(self._environment(slot, self._address_for(agent))),
+                "environment": dict(self.environment(slot, self._address_for(agent))),
             }
         )
 

@@ -91,7 +91,7 @@ def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
     prefix = _with_time if settings.prefix_output_with_timestamp else rank_prefix
     output = partial(show, prefix=prefix, copy=files.write)
     hub = Hub(key, _DRIVER_SECONDS, command, os.getcwd(), output, _SignalsOfAgents(driver).on, say)
-    hub.on_start(lambda slot, _: environment_of(slot, address, port))
+    hub.environment = lambda slot, _: environment_of(slot, address, port)
     invitation = Invitation(
         interfaces.addresses_from(address),
         hub.port,

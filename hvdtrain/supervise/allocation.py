@@ -302,7 +302,7 @@ class AllocationDriver:
             _say,
             tls,
         )
-        hub.on_leave(self._on_leave)
+        hub.on_leave = self._on_leave
         _, address = interfaces.for_launcher(None, os.environ, [])
         content = replace(
             content,
@@ -354,10 +354,10 @@ class AllocationDriver:
         ready = threading.Event()
         driver.may_act = lambda: ready.is_set() and self._may_act(hub, driver)
         driver.record = self._record
-        hub.on_hosts(driver.discover)
-        hub.on_isolation(_step_down)
+        hub.on_hosts = driver.discover
+        hub.on_isolation = _step_down
         port = rendezvous.start(driver)
-        hub.on_start(lambda slot, address: _environment(slot, address, port, plan))
+        hub.environment = lambda slot, address: _environment(slot, address, port, plan)
         content = replace(content, rendezvous=port)
         if found is None:
             _write(plan.run, content)

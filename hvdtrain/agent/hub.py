@@ -33,7 +33,7 @@ from typing import Protocol
 
 import hvdtrain
 from hvdtrain.agent import protocol
-from hvdtrain.agent.connections import DriverConnections
+from hvdtrain.agent.connections import DriverConnections, ServerThread
 from hvdtrain.agent.protocol import Channel, Message
 from hvdtrain.untrusted import checked, printable
 
@@ -108,7 +108,7 @@ class _Agent:
             self.channel.send(message)
 
 
-class Hub:
+class Hub(ServerThread):
     """Serves the agents of one job.
 
     Args:
@@ -146,6 +146,7 @@ class Hub:
         say: Callable[[str], None],
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        super().__init__("agents")
         self._secret, self._driver_timeout, self._tls = secret, driver_timeout, tls
         self._command, self._directory = _pieces(command), directory
         self._on_output, self._on_signal, self._say = on_output, on_signal, say
@@ -178,8 +179,6 @@ class Hub:
         self._slots: dict[str, int] = {}
         self._socket = socket.create_server(("", 0), backlog=_BACKLOG)
         self.port: int = self._socket.getsockname()[1]
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
         self._thread.start()
 
     # --- called by the driver's threads ------------------------------------------------------
@@ -294,22 +293,7 @@ class Hub:
         self._call(self._finish, code)
         self._thread.join(_FINISH_SECONDS)
 
-    def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the hub has ended
-            self._loop.call_soon_threadsafe(function, *arguments)
-
     # --- the hub's thread --------------------------------------------------------------------
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            connections = asyncio.all_tasks(self._loop)
-            for connection in connections:
-                connection.cancel()
-            self._loop.run_until_complete(asyncio.gather(*connections, return_exceptions=True))
-            self._loop.close()
 
     async def _serve(self) -> None:
         serving = self._connections.serve(self._socket, self._serve_connection, self._tls)

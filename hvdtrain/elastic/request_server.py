@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
 from horovod.runner.common.util import secret as signatures
 from horovod.runner.common.util.hosts import SlotInfo
 
-from hvdtrain.agent.connections import DriverConnections
+from hvdtrain.agent.connections import DriverConnections, ServerThread
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.runtime.environment import answer_seconds
 from hvdtrain.runtime.queued_output import say
@@ -46,7 +44,7 @@ _GIVEN_UP: _Answer = (HTTPStatus.CONFLICT, b"")
 _BAD: _Answer = (HTTPStatus.BAD_REQUEST, b"")
 
 
-class RequestServer:
+class RequestServer(ServerThread):
     """Serves the ranks of one driver.
 
     Args:
@@ -57,6 +55,7 @@ class RequestServer:
     """
 
     def __init__(self, secret: str) -> None:
+        super().__init__("requests")
         self.secret = secret
         self._driver: ElasticDriver | None = None
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}  # process -> its held requests
@@ -64,13 +63,11 @@ class RequestServer:
         self._exchanges: dict[tuple[int, str], _AddressExchange] = {}
         self._generation = 0  # other threads set it
         self._refused, self._refused_at = 0, -_REFUSED_SECONDS
-        self._loop = asyncio.new_event_loop()
         self._columns = asyncio.Semaphore(_COLUMNS)
         self._connections = DriverConnections(2, say)
-        self._stopped: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
-        self._ready = threading.Event()
-        self.port = 0
+        self._stopped = asyncio.Event()
+        self._socket = socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG)
+        self.port: int = self._socket.getsockname()[1]
 
     # --- called by the driver's threads --------------------------------------------------------
 
@@ -78,7 +75,6 @@ class RequestServer:
         """Serve requests; return the port."""
         self._driver = driver
         self._thread.start()
-        self._ready.wait()
         return self.port
 
     def init(self, plan: Sequence[SlotInfo], generation: int) -> None:
@@ -94,36 +90,17 @@ class RequestServer:
         self._call(self._answer, tuple(numbers))
 
     def stop(self) -> None:
-        self._call(self._stop)
+        self._call(self._stopped.set)
         self._thread.join(_STOP_SECONDS)
-
-    def _call(self, function: Any, *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(function, *arguments)
 
     # --- the loop's thread ---------------------------------------------------------------------
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve_all())
-        finally:
-            self._loop.close()
-
-    async def _serve_all(self) -> None:
-        listener = socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG)
-        self.port = listener.getsockname()[1]
-        serving = self._connections.serve(listener, self._serve, head_bytes=_HEAD_BYTES)
-        server = self._loop.create_task(serving)
-        self._ready.set()
-        await asyncio.wait({server, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
-        server.cancel()
-        with suppress(asyncio.CancelledError):
+    async def _serve(self) -> None:
+        serving = self._connections.serve(self._socket, self._answer_one, head_bytes=_HEAD_BYTES)
+        server, stopped = map(self._loop.create_task, (serving, self._stopped.wait()))
+        await asyncio.wait({server, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if server.done():
             await server  # it raises the error by which it has ended
-
-    def _stop(self) -> None:
-        if not self._stopped.done():
-            self._stopped.set_result(None)
 
     def _give_up_others(self, generation: int) -> None:
         for key in [key for key in self._exchanges if key[0] != generation]:
@@ -135,7 +112,7 @@ class RequestServer:
                 if not held.done():
                     held.set_result(None)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request, and close the connection."""
         try:
             answer = await self._request(reader, writer)

@@ -39,7 +39,6 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 from horovod.runner.common.util.hosts import SlotInfo
@@ -162,7 +161,7 @@ class ElasticDriver:
         self._hosts: list[str] = []  # of each rank of the current generation
         self._job = secrets.randbits(62)  # unique to this job
         self._most_ranks = 0  # most ranks that have run at once so far
-        self._signalled: float | None = None  # time of the first signal; a later one kills
+        self._signals: dict[str, float] = {}  # receiver -> time of its first signal
         self._heartbeats: HeartbeatReceiver | None = None
         self._silent: list[str] = []  # processes whose silence ended the last generation
         run = os.environ.get(LAUNCH_VARIABLE)
@@ -200,13 +199,9 @@ class ElasticDriver:
             return interfaces.for_launcher(names, env, list(self._state.hosts.slots))
 
     def handle_signals(self) -> None:
-        """Handle signals.
-
-        On a signal that asks for an end the ranks write a checkpoint and end. A later signal, or
-        SIGINT, ends them at once.
-        """
+        """Handle the signals that this process receives, see `signal`."""
         for number in requests():
-            handle(number, self._on_signal)
+            handle(number, lambda number, _: self.signal(number))
 
     def start(self, starter: Starter, num_proc: int) -> None:
         """Start `num_proc` processes and the driver's thread."""
@@ -285,14 +280,21 @@ class ElasticDriver:
         """Run a discovery soon: the hosts have changed."""
         self._hosts_changed.set()
 
-    def request_stop(self) -> None:
-        """Ask the ranks to write a checkpoint and end."""
-        self._state.stop_requested = True
+    def signal(self, number: int, receiver: str = "", at: float | None = None) -> None:
+        """Ask the ranks to write a checkpoint and end: a signal was received.
 
-    def kill(self, exit_code: int) -> None:
-        """End all processes at once."""
-        with self._changed:
-            self._kill(exit_code)
+        SIGINT, or a later signal to the same receiver, ends all processes at once.
+
+        Args:
+            receiver: host of the agent that has received it; "": this process.
+            at: time.monotonic() of the signal; default: now.
+        """
+        at = at or time.monotonic()
+        first = self._signals.setdefault(receiver, at)
+        if number == signal.SIGINT or at - first > PAIR_SECONDS:
+            with self._changed:
+                self._kill(128 + number)
+        self._state.stop_requested = True
 
     # --- the driver's thread -------------------------------------------------
 
@@ -521,14 +523,7 @@ class ElasticDriver:
             self._heartbeats.answered(number)
         return process
 
-    # --- signals and discovery -----------------------------------------------
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        self._signalled = self._signalled or now
-        if number == signal.SIGINT or now - self._signalled > PAIR_SECONDS:
-            self._kill(128 + number)
-        self._state.stop_requested = True
+    # --- discovery -----------------------------------------------------------
 
     def _discover(self) -> None:
         if self._records is not None:

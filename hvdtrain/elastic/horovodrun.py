@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from signal import SIGINT
 from typing import IO, Any
 
 from horovod.runner.common.util import env as horovod_env
@@ -90,7 +89,15 @@ def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
     files = _Files(settings.output_filename, settings.num_proc)
     prefix = _with_time if settings.prefix_output_with_timestamp else rank_prefix
     output = partial(show, prefix=prefix, copy=files.write)
-    hub = Hub(key, _DRIVER_SECONDS, command, os.getcwd(), output, _SignalsOfAgents(driver).on, say)
+    hub = Hub(
+        key,
+        _DRIVER_SECONDS,
+        command,
+        os.getcwd(),
+        output,
+        lambda host, number: driver.signal(number, host),
+        say,
+    )
     hub.environment = lambda slot, _: environment_of(slot, address, port)
     invitation = Invitation(
         interfaces.addresses_from(address),
@@ -133,20 +140,6 @@ class _Processes:
             on_exit(code)
 
         self._hub.start(slot, ended)
-
-
-class _SignalsOfAgents:
-    """Signals that agents received: the ranks write a checkpoint and end, or end at once."""
-
-    def __init__(self, driver: ElasticDriver) -> None:
-        self._driver = driver
-        self._hosts: set[str] = set()
-
-    def on(self, host: str, number: int) -> None:
-        if number == SIGINT or host in self._hosts:
-            self._driver.kill(128 + number)
-        self._hosts.add(host)
-        self._driver.request_stop()
 
 
 class _Files:

@@ -50,7 +50,7 @@ from hvdtrain.run_files.ownership import Ownership, TokenPace
 from hvdtrain.runtime import interfaces
 from hvdtrain.runtime.environment import launched, launched_local_rank, launched_rank, launched_size
 from hvdtrain.runtime.queued_output import flush, say
-from hvdtrain.runtime.signals import ASKING, PAIR_SECONDS, handle, requests
+from hvdtrain.runtime.signals import ASKING, handle, requests
 from hvdtrain.supervise import run_progress
 
 # The first generation waits so long for agents of hosts that are late; they join later.
@@ -225,8 +225,7 @@ class AllocationDriver:
         self._hub: Hub | None = None
         self._lease: Ownership | None = None
         self._driver: ElasticDriver | None = None
-        self._signals: dict[str, float] = {}  # its receiver -> time of the first signal
-        self._killed_by: int | None = None
+        self._signals: list[tuple[int, str, float]] = []  # arguments of ElasticDriver.signal
         self._signal_lock = threading.RLock()
         # A record that could not be written, and when the next attempt is due.
         self._unrecorded: tuple[JobRecord | None, float] | None = None
@@ -380,8 +379,8 @@ class AllocationDriver:
         driver.discover()
         with self._signal_lock:
             self._driver = driver
-            if self._signals:
-                self._stop()
+            for received in self._signals:
+                driver.signal(*received)
         code = driver.wait()
         driver.stop()
         return code
@@ -462,26 +461,17 @@ class AllocationDriver:
         self._on_signal("", number)
 
     def _on_signal(self, receiver: str, number: int) -> None:
-        now = time.monotonic()
+        received = (number, receiver, time.monotonic())
         with self._signal_lock:
-            first = self._signals.setdefault(receiver, now)
-            if number == signal.SIGINT or now - first > PAIR_SECONDS:
-                self._killed_by = number
-            self._stop()
+            self._signals.append(received)
+            if self._driver is not None:
+                self._driver.signal(*received)
 
     def _on_leave(self, host: str, processes: Sequence[int]) -> None:
         with self._signal_lock:
             if self._driver is not None:
                 for number in processes:
                     self._driver.leave(number, "its agent is asked to end")
-
-    def _stop(self) -> None:
-        if self._driver is None:
-            return
-        if self._killed_by is not None:
-            self._driver.kill(128 + self._killed_by)
-        else:
-            self._driver.request_stop()
 
 
 def _order(job: JobRecord | None) -> tuple[list[str], dict[str, list[int]] | None]:

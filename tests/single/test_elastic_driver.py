@@ -404,7 +404,7 @@ def test_pair_of_signals_to_the_driver_lets_ranks_save(job: Callable[..., Job]) 
     running = job({"a": 1, "b": 1}, np=2)
     running.join(0, 1)
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        running.driver._on_signal(number, None)
+        running.driver.signal(number)
     assert running.news()["stop"]
     running.exits |= {0: 75, 1: 75}
     assert running.driver.wait() == 75

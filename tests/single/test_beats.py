@@ -212,7 +212,7 @@ def test_forged_and_replayed_datagrams_are_ignored(beating: Callable[[Ear, int],
             anybody.sendto(genuine, ("127.0.0.1", ear.beats.port))
     time.sleep(0.3)
     (tracked,) = ear.beats.detector._tracked.values()
-    assert tracked.arrivals.bound(1, 3) is None, "the same datagram counted again"
+    assert tracked.bound(1, 3) is None, "the same datagram counted again"
 
 
 def test_end_of_round_notice_is_resent_and_ends_only_its_own_round(

@@ -78,10 +78,7 @@ class Registration:
     launch: str = ""
 
 
-@dataclass
-class _Process:
-    number: int
-    on_exit: Callable[[int], None]
+_OnExit = Callable[[int], None]  # called with the exit code of a process
 
 
 @dataclass
@@ -96,7 +93,7 @@ class _Agent:
     registration: Registration
     channel: Channel | None
     address: str
-    processes: dict[int, _Process] = field(default_factory=dict)
+    processes: dict[int, _OnExit] = field(default_factory=dict)
     strays: set[int] = field(default_factory=set)
     silent: float = 0.0
     away_since: float | None = None
@@ -155,7 +152,6 @@ class Hub(ServerThread):
         self.on_isolation: Callable[[], None] = lambda: None
         self.on_leave: Callable[[str, Sequence[int]], None] = lambda *_: None
         self._agents: dict[str, _Agent] = {}  # by host
-        self._of_process: dict[int, _Agent] = {}
         self._refused: dict[str, float] = {}  # agent -> time of its first refusal
         self._signalled: set[str] = set()  # hosts whose agents have reported a signal
         # Host -> its turn to replace this driver; None: no agent can. Host -> its processes that
@@ -164,14 +160,14 @@ class Hub(ServerThread):
         self._holders: Mapping[str, Sequence[int]] | None = None
         self._connections = DriverConnections(4, say)
         # Of hosts whose agents have not registered since this driver took over.
-        self._expected: dict[str, dict[int, _Process]] = {}
+        self._expected: dict[str, dict[int, _OnExit]] = {}
         # Starts an agent on a host; host -> launch of the only agent that may register for it;
         # host -> processes that wait for the agent.
         self._start_agent: Callable[[str], None] | None = None
         self._return_seconds, self._lost_code = RETURN_SECONDS, _KILLED
         self._launches: dict[str, str] = {}
         self._registered: set[str] = set()  # launches
-        self._waiting: dict[str, list[tuple[Slot, _Process]]] = {}
+        self._waiting: dict[str, list[tuple[Slot, _OnExit]]] = {}
         self._finished: int | None = None
         self.lost_hosts: frozenset[str] = frozenset()
         self.misplaced = False
@@ -224,7 +220,7 @@ class Hub(ServerThread):
         for host in {*hosts, *processes.values()}:
             self._expected[host] = {}
         for number, host in processes.items():
-            self._expected[host][number] = _Process(number, partial(on_exit, number))
+            self._expected[host][number] = partial(on_exit, number)
         with self._hosts:
             self._slots = dict(hosts)
 
@@ -264,17 +260,17 @@ class Hub(ServerThread):
         with self._hosts:
             return self._hosts.wait_for(lambda: enough(self._slots), seconds)
 
-    def start(self, slot: Slot, on_exit: Callable[[int], None]) -> None:
+    def start(self, slot: Slot, on_exit: _OnExit) -> None:
         """Start a process; `on_exit` is called in the hub's thread with its exit code."""
-        self._call(self._start, slot, _Process(slot.rank, on_exit))
+        self._call(self._start, slot, on_exit)
 
     def end(self, number: int) -> None:
         """End a process: SIGTERM, and SIGKILL 5 s later."""
-        self._call(self._end, number)
+        self._call(self._end, {number})
 
     def end_all(self) -> None:
         """End all processes."""
-        self._call(self._end_all)
+        self._call(self._end, None)
 
     def set_order(
         self, order: Sequence[str] | None, holders: Mapping[str, Sequence[int]] | None = None
@@ -358,8 +354,8 @@ class Hub(ServerThread):
             if processes:
                 self.lost_hosts |= {host}
                 self._say(f"the agent of {printable(host)} has not responded: its ranks are lost")
-            for process in processes.values():
-                process.on_exit(_KILLED)
+            for on_exit in processes.values():
+                on_exit(_KILLED)
         self._show_hosts()
         done.set()
 
@@ -408,7 +404,6 @@ class Hub(ServerThread):
         if agent is None:
             agent = self._agents[found.host] = _Agent(found, channel, channel.own_address)
             agent.processes = self._expected.get(found.host, {})
-            self._of_process |= dict.fromkeys(agent.processes, agent)
         if agent.channel is not None and agent.channel is not channel:
             agent.channel.abort()
         agent.registration, agent.channel = found, channel
@@ -486,10 +481,8 @@ class Hub(ServerThread):
             agent.strays.discard(number)
             self._show_hosts()
             self._start_waiting(agent)
-        process = agent.processes.pop(number, None)
-        if process is not None:
-            self._of_process.pop(number, None)
-            process.on_exit(code)
+        if (on_exit := agent.processes.pop(number, None)) is not None:
+            on_exit(code)
 
     def _lost(self, agent: _Agent, why: str) -> None:
         """Give up an agent, its processes and its host."""
@@ -514,8 +507,8 @@ class Hub(ServerThread):
             if agent.channel is not None:
                 agent.channel.abort()
             self._lost(agent, why)
-        for _, process in self._waiting.pop(host, ()):
-            process.on_exit(_UNREACHABLE)
+        for _, on_exit in self._waiting.pop(host, ()):
+            on_exit(_UNREACHABLE)
 
     def _show_hosts(self) -> None:
         slots = {
@@ -531,24 +524,23 @@ class Hub(ServerThread):
         if changed:
             self.on_hosts()
 
-    def _start(self, slot: Slot, process: _Process) -> None:
+    def _start(self, slot: Slot, on_exit: _OnExit) -> None:
         agent = self._agents.get(slot.hostname)
         if agent is None or agent.channel is None or (agent.strays and self._start_agent):
             if self._start_agent is None:
-                process.on_exit(_KILLED)  # it has just gone
+                on_exit(_KILLED)  # it has just gone
             else:
-                self._waiting.setdefault(slot.hostname, []).append((slot, process))
+                self._waiting.setdefault(slot.hostname, []).append((slot, on_exit))
                 self._start_agent(slot.hostname)
             return
-        agent.processes[process.number] = process
-        self._of_process[process.number] = agent
+        agent.processes[slot.rank] = on_exit
         *first, last = self._command
         for words in first:
             agent.send({"type": "words", "words": words})
         agent.send(
             {
                 "type": "start",
-                "number": process.number,
+                "number": slot.rank,
                 "slot": slot.local_rank,
                 "command": last,
                 "directory": self._directory,
@@ -559,8 +551,8 @@ class Hub(ServerThread):
     def _start_waiting(self, agent: _Agent) -> None:
         """Start the processes that wait for an agent, if its host is free for them."""
         if not agent.strays:
-            for slot, process in self._waiting.pop(agent.registration.host, ()):
-                self._start(slot, process)
+            for waiting in self._waiting.pop(agent.registration.host, ()):
+                self._start(*waiting)
 
     def _address_for(self, agent: _Agent) -> str:
         """Return the driver's address for an agent's host: the one that it connected to.
@@ -572,26 +564,18 @@ class Hub(ServerThread):
         others = (a.address for a in self._agents.values() if a is not agent)
         return next(others, agent.address)
 
-    def _end(self, number: int) -> None:
-        agent = self._of_process.get(number)
-        if agent is None:
-            self._end_waiting({number})
-            return
-        if agent.channel is None:
-            agent.ends.add(number)
-        agent.send({"type": "end", "number": number})
-
-    def _end_waiting(self, numbers: Set[int]) -> None:
+    def _end(self, numbers: Set[int] | None) -> None:
+        """End processes, also those that wait for an agent; None: all of them."""
+        for agent in self._agents.values():
+            for number in agent.processes if numbers is None else numbers & agent.processes.keys():
+                if agent.channel is None:
+                    agent.ends.add(number)
+                agent.send({"type": "end", "number": number})
         for host, waiting in tuple(self._waiting.items()):
-            self._waiting[host] = [one for one in waiting if one[1].number not in numbers]
-            for _, process in waiting:
-                if process.number in numbers:
-                    process.on_exit(_TERMINATED)
-
-    def _end_all(self) -> None:
-        for number in tuple(self._of_process):
-            self._end(number)
-        self._end_waiting({p.number for waiting in self._waiting.values() for _, p in waiting})
+            ended = [one for one in waiting if numbers is None or one[0].rank in numbers]
+            self._waiting[host] = [one for one in waiting if one not in ended]
+            for _, on_exit in ended:
+                on_exit(_TERMINATED)
 
     def _finish(self, code: int) -> None:
         self._finished = code

@@ -670,7 +670,7 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
     if job.generations:
         count = Counter(p.host for p in members)
         where = ", ".join(f"{host}:{ranks}" for host, ranks in count.items())
-        message = f"continuing with {_ranks(len(members))} ({where})"
+        message = f"continuing with {plural(len(members), 'rank')} ({where})"
     numbers = tuple(p.number for p in members)
     plan = tuple(assign(members))
     return [*actions, FormGeneration(job.generations, numbers, plan, message=message)]
@@ -771,17 +771,13 @@ def _wait_for_more(job: JobState, count: int, needed: int, now: float) -> list[A
     why = "--min-np" if needed == job.min_np else "a replica of the model"
     start = start_processes(job, job.max_np, now)
     if job.short_since is None:
-        left = f"{_ranks(count)} {'is' if count == 1 else 'are'} left and"
+        left = f"{plural(count, 'rank')} {'is' if count == 1 else 'are'} left and"
         needs = f"{needed} {'is' if needed == 1 else 'are'} needed ({why})"
         return [WaitForProcesses(message=f"{left} {needs}: waiting for hosts"), *start]
     if now - job.short_since > job.timeout:
         limit = f"for {job.timeout:.0f} s ({why}, --elastic-timeout)"
-        return [_fail(f"fewer than {_ranks(needed)} {limit}")]
+        return [_fail(f"fewer than {plural(needed, 'rank')} {limit}")]
     return start
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _classify_failure(job: JobState, waiting: Sequence[TrainingProcess]) -> Action | None:

@@ -224,7 +224,7 @@ class ElasticDriver:
             self._state = job_record.rebuild(found, time.monotonic(), *limits)
             self._state.horovod_script = old.horovod_script
             self._listen()
-            ranks = job_record.ranks(self._state)
+            ranks = self._state.alive("running")
             if ranks:
                 self._set_plan(assign(ranks), found.generations - 1)
             if self._heartbeats is not None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from hvdtrain.elastic.decisions import JobState, StartProcess
-from hvdtrain.elastic.processes import Slots, TrainingProcess, in_order
+from hvdtrain.elastic.processes import Slots, TrainingProcess
 from hvdtrain.elastic.status import Identity, ProcessStatus, StepFailures
 from hvdtrain.untrusted import checked
 
@@ -152,8 +152,3 @@ def rebuild(
     if found.identity is not None:
         state.identity = Identity(**found.identity[0]), str(found.identity[1])
     return state
-
-
-def ranks(state: JobState) -> list[TrainingProcess]:
-    """Return the processes of the current generation in the order of their ranks."""
-    return in_order(state.alive("running"))

@@ -290,12 +290,8 @@ def _watch(arguments: list[str]) -> int:
                 _note_later(stacks, f"not killed: {reason}, but its output is not read")
             unread = True
         elif reason:
-            end(
-                process,
-                f"{reason}, while {activity.name}",
-                stacks,
-                LauncherClient(driver, number),
-            )
+            notify = partial(_notify, driver, number)
+            end(process, f"{reason}, while {activity.name}", stacks, notify)
             os._exit(0)  # a thread of this process may hang with the rank
 
 
@@ -361,33 +357,32 @@ _KILL_SECONDS = 2.0  # the kernel needs less if it can end the process at all
 _NOTIFY_SECONDS = 20.0
 
 
-class LauncherClient:
-    """Client of the elastic launcher in a watchdog; does nothing without one."""
-
-    def __init__(self, driver: DriverAddress | None, number: int) -> None:
-        self._driver, self._number = driver, number
-
-    def notify(self, what: str, message: str, seconds: float) -> None:
-        """Send a message; retry for `seconds`."""
-        deadline = time.monotonic() + seconds
-        while self._driver is not None:
-            try:
-                self._driver.ask(what, self._number, {"message": message})
+def _notify(
+    driver: DriverAddress | None, number: int, what: str, message: str, seconds: float
+) -> None:
+    """Send a message to the elastic launcher, if there is one; retry for `seconds`."""
+    deadline = time.monotonic() + seconds
+    while driver is not None:
+        try:
+            driver.ask(what, number, {"message": message})
+            return
+        except OSError:
+            if time.monotonic() > deadline:
                 return
-            except OSError:
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(0.5)
+            time.sleep(0.5)
 
 
 def end(
-    process: psutil.Process, reason: str, stacks: Path | None, launcher: LauncherClient
+    process: psutil.Process,
+    reason: str,
+    stacks: Path | None,
+    notify: Callable[[str, str, float], None],
 ) -> None:
     """Write to `stacks` where the rank hangs, as far as that is visible, and kill the rank."""
-    launcher.notify("failed", f"killed by its watchdog: {reason}", 0.0)
+    notify("failed", f"killed by its watchdog: {reason}", 0.0)
     if stacks is not None:
         begun = threading.Event()
-        arguments = (process, reason, stacks, begun)
+        arguments = (process, f"killed by its watchdog: {reason}", stacks, begun)
         writing = threading.Thread(target=_report, args=arguments, daemon=True)
         writing.start()
         if begun.wait(_WRITE_SECONDS):
@@ -397,7 +392,7 @@ def end(
     while _lives(process.pid):
         if time.monotonic() > deadline:
             where = _where(process)
-            launcher.notify("stuck", f"SIGKILL does not end it ({where})", _NOTIFY_SECONDS)
+            notify("stuck", f"SIGKILL does not end it ({where})", _NOTIFY_SECONDS)
             return
         time.sleep(0.05)
 
@@ -414,10 +409,9 @@ def _name(process: psutil.Process, who: str, text: str, stacks: Path | None) -> 
 
 
 def _stuck(process: psutil.Process, text: str, stacks: Path, position: list[str]) -> None:
-    with suppress(OSError, psutil.Error, subprocess.SubprocessError):
+    with suppress(OSError):
         begin = stacks.stat().st_size if stacks.exists() else 0
-        _note(stacks, f"{text}\n" + _where(process).replace("; ", "\n"))
-        _dump(process, stacks)
+        _report(process, text, stacks, threading.Event())
         position += _positions(stacks.read_bytes()[begin:].decode(errors="replace"))
 
 
@@ -447,10 +441,9 @@ def _lives(pid: int) -> bool:
     return not set(states) <= {"Z", "X"}
 
 
-def _report(process: psutil.Process, reason: str, stacks: Path, begun: threading.Event) -> None:
+def _report(process: psutil.Process, text: str, stacks: Path, begun: threading.Event) -> None:
     with suppress(OSError, psutil.Error, subprocess.SubprocessError):
-        where = _where(process).replace("; ", "\n")
-        _note(stacks, f"killed by its watchdog: {reason}\n{where}")
+        _note(stacks, f"{text}\n" + _where(process).replace("; ", "\n"))
         begun.set()
         _dump(process, stacks)
 

@@ -1,7 +1,7 @@
 """The driver's side of the agents: their hosts, and the processes that they run for the driver.
 
 The hub is the driver's host discovery (`find_available_hosts_and_slots`) and its way to start and
-end processes (`start`, `end`, `end_all`, as elastic.driver.Starter). One thread serves all agents.
+end processes (`start`, `end`, `end_all`). One thread serves all agents.
 
 An agent whose connection breaks usually returns at once, with the same processes. If it does not
 within RETURN_SECONDS, or another agent registers for its host, its processes are lost and the host

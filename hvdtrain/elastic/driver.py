@@ -39,10 +39,11 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from horovod.runner.common.util.hosts import SlotInfo
 
+from hvdtrain.agent.hub import Hub
 from hvdtrain.elastic import job_record
 from hvdtrain.elastic.decisions import (
     Action,
@@ -90,22 +91,6 @@ _NO_GENERATION = -1
 _EXCLUDED = {"rank": -1}
 _UNFINISHED = "the script has ended in another process, so this one cannot finish it"
 _SPARE = {"rank": -1, "spare": True}
-
-
-class Starter(Protocol):
-    """How the driver starts and ends processes: through agents (agent/hub.py)."""
-
-    def start(self, slot: SlotInfo, on_exit: Callable[[int], None]) -> None:
-        """Start the process whose number is `slot.rank`, which is not a rank yet.
-
-        Calls `on_exit` with its exit code in another thread.
-        """
-
-    def end(self, number: int) -> None:
-        """End a process: SIGTERM, and SIGKILL 5 s later."""
-
-    def end_all(self) -> None:
-        """End all processes."""
 
 
 class ElasticDriver:
@@ -157,7 +142,7 @@ class ElasticDriver:
         )
         self._changed = threading.Condition()  # of the state
         self._answers: dict[int, dict[str, Any]] = {}  # process -> answer that it has not received
-        self._starter: Starter | None = None
+        self._hub: Hub | None = None
         self._hosts: list[str] = []  # of each rank of the current generation
         self._job = secrets.randbits(62)  # unique to this job
         self._most_ranks = 0  # most ranks that have run at once so far
@@ -203,10 +188,10 @@ class ElasticDriver:
         for number in requests():
             handle(number, lambda number, _: self.signal(number))
 
-    def start(self, starter: Starter, num_proc: int) -> None:
-        """Start `num_proc` processes and the driver's thread."""
+    def start(self, hub: Hub, num_proc: int) -> None:
+        """Start `num_proc` processes through the hub, and the driver's thread."""
         with self._changed:
-            self._starter = starter
+            self._hub = hub
             self._listen()
             now = time.monotonic()
             actions = start_processes(self._state, num_proc, now)
@@ -215,10 +200,10 @@ class ElasticDriver:
                 self._perform(action, now)
         threading.Thread(target=self._run, daemon=True).start()
 
-    def take_over(self, starter: Starter, found: JobRecord) -> None:
+    def take_over(self, hub: Hub, found: JobRecord) -> None:
         """Continue a job that another driver began; nothing changes for its ranks."""
         with self._changed:
-            self._starter, self._job = starter, found.job
+            self._hub, self._job = hub, found.job
             old = self._state
             limits = (old.min_np, old.max_np, old.timeout, old.reset_limit)
             self._state = job_record.rebuild(found, time.monotonic(), *limits)
@@ -357,8 +342,8 @@ class ElasticDriver:
             case StartProcess():
                 self._start_process(action)
             case EndProcess(number):
-                assert self._starter is not None
-                self._starter.end(number)
+                assert self._hub is not None
+                self._hub.end(number)
             case RemoveProcess(number):
                 self._answer({number: _EXCLUDED})
             case RefuseProcess(number, reason):
@@ -383,8 +368,8 @@ class ElasticDriver:
         slots = self._state.hosts.slots[action.host]
         slot_info = SlotInfo(action.host, action.number, action.slot, 0, action.size, slots, 1)
         process = self._state.processes[action.number]
-        assert self._starter is not None
-        self._starter.start(slot_info, lambda code: self._on_exit(process, code))
+        assert self._hub is not None
+        self._hub.start(slot_info, lambda code: self._on_exit(process, code))
 
     def _on_exit(self, process: TrainingProcess, code: int) -> None:
         with self._changed:
@@ -624,8 +609,8 @@ class ElasticDriver:
     def _end_all(self) -> None:
         self._shutdown.set()
         self._hosts_changed.set()
-        if self._starter is not None:
-            self._starter.end_all()
+        if self._hub is not None:
+            self._hub.end_all()
 
     def _finish(self, code: int) -> None:
         """Report the exit code; the job is over."""

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from horovod.runner.common.util import env as horovod_env
-from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.util import network
 
 from hvdtrain.agent import protocol
 from hvdtrain.agent.connections import raise_file_limit
-from hvdtrain.agent.hub import Hub
+from hvdtrain.agent.hub import Hub, Slot
 from hvdtrain.agent.invitation import Invitation
 from hvdtrain.agent.output import rank_prefix, show
 from hvdtrain.agent.started import StartedAgents, ssh_command
@@ -89,7 +88,7 @@ def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
     files = _Files(settings.output_filename, settings.num_proc)
     prefix = _with_time if settings.prefix_output_with_timestamp else rank_prefix
     output = partial(show, prefix=prefix, copy=files.write)
-    hub = Hub(
+    hub = _HorovodHub(
         key,
         _DRIVER_SECONDS,
         command,
@@ -98,6 +97,7 @@ def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
         lambda host, number: driver.signal(number, host),
         say,
     )
+    hub.shown = command if settings.verbose else None
     hub.environment = lambda slot, _: environment_of(slot, address, port)
     invitation = Invitation(
         interfaces.addresses_from(address),
@@ -110,7 +110,7 @@ def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
     hub.start_agents_with(agents.start)
     code = EXIT_CRASH
     try:
-        driver.start(_Processes(hub, command if settings.verbose else None), settings.num_proc)
+        driver.start(hub, settings.num_proc)
         code = driver.wait()
         driver.stop()
     finally:
@@ -119,27 +119,25 @@ def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
     return code
 
 
-class _Processes:
-    """The driver's way to start processes: through the hub, with Horovod's messages.
+class _HorovodHub(Hub):
+    """A hub that prints Horovod's messages about processes.
 
-    Args:
-        command: printed at each start; None: not printed.
+    Attributes:
+        shown: command that is printed at each start; None: not printed.
     """
 
-    def __init__(self, hub: Hub, command: Sequence[str] | None) -> None:
-        self._hub, self._command = hub, command
-        self.end, self.end_all = hub.end, hub.end_all
+    shown: Sequence[str] | None = None
 
-    def start(self, slot: SlotInfo, on_exit: Callable[[int], None]) -> None:
-        if self._command is not None:
-            print(f"{list(self._command)}\n", end="")
+    def start(self, slot: Slot, on_exit: Callable[[int], None]) -> None:
+        if self.shown is not None:
+            print(f"{list(self.shown)}\n", end="")
 
         def ended(code: int) -> None:
             if code:
                 print(f"Process {slot.rank} exit with status code {code}.\n", end="")
             on_exit(code)
 
-        self._hub.start(slot, ended)
+        super().start(slot, ended)
 
 
 class _Files:

@@ -923,18 +923,18 @@ def keep(settings: AgentSettings, driver: int | None = None) -> int:
         _say(f"the agent was ended by signal {number}; another one starts")
 
 
+@dataclass
 class _FirstDriver:
     """The driver in the first task of a launch, which is a child of the keeper.
 
-    Attributes:
+    Args:
         pid: its pid, or None.
         result: its exit code, if that is the run's. If it was killed, or has stepped down (75),
             another driver continues the run.
     """
 
-    def __init__(self, pid: int | None) -> None:
-        self.pid = pid
-        self.result: int | None = None
+    pid: int | None
+    result: int | None = None
 
     def ended(self, pid: int, status: int) -> None:
         """Note the end of a child of the keeper."""

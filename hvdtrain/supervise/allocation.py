@@ -35,7 +35,7 @@ from hvdtrain.agent import driver_file, guard, protocol
 from hvdtrain.agent.agent import DRIVER_NAME
 from hvdtrain.agent.connections import raise_file_limit
 from hvdtrain.agent.driver_file import DriverFile
-from hvdtrain.agent.hub import Hub, Slot
+from hvdtrain.agent.hub import Hub
 from hvdtrain.agent.output import show
 from hvdtrain.elastic import job_record
 from hvdtrain.elastic.driver import ElasticDriver
@@ -356,7 +356,11 @@ class AllocationDriver:
         hub.on_hosts = driver.discover
         hub.on_isolation = _step_down
         port = rendezvous.start(driver)
-        hub.environment = lambda slot, address: _environment(slot, address, port, plan)
+        more = {
+            FILE_VARIABLE: str(plan.run / driver_file.NAME),
+            TIMEOUT_VARIABLE: str(plan.driver_timeout),
+        }
+        hub.environment = lambda slot, address: environment_of(slot, address, port) | more
         content = replace(content, rendezvous=port)
         if found is None:
             _write(plan.run, content)
@@ -494,14 +498,6 @@ def _step_down() -> None:
     _say("no host with the state of the run responds: another host may replace this driver")
     flush(_EXIT_SECONDS)
     os._exit(EXIT_PREEMPTED)
-
-
-def _environment(slot: Slot, address: str, port: int, plan: AllocationRun) -> dict[str, str]:
-    """Return the variables by which a process finds the driver, and another one after it."""
-    return environment_of(slot, address, port) | {
-        FILE_VARIABLE: str(plan.run / driver_file.NAME),
-        TIMEOUT_VARIABLE: str(plan.driver_timeout),
-    }
 
 
 def _write(run: Path, content: DriverFile) -> None:

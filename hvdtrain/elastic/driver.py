@@ -147,7 +147,7 @@ class ElasticDriver:
         self._job = secrets.randbits(62)  # unique to this job
         self._most_ranks = 0  # most ranks that have run at once so far
         self._signals: dict[str, float] = {}  # receiver -> time of its first signal
-        self._heartbeats: HeartbeatReceiver | None = None
+        self._heartbeats = HeartbeatReceiver(rendezvous.secret.encode())
         self._silent: list[str] = []  # processes whose silence ended the last generation
         run = os.environ.get(LAUNCH_VARIABLE)
         self._records = HostRecords(Path(run), say) if run else None
@@ -204,16 +204,12 @@ class ElasticDriver:
         """Continue a job that another driver began; nothing changes for its ranks."""
         with self._changed:
             self._hub, self._job = hub, found.job
-            old = self._state
-            limits = (old.min_np, old.max_np, old.timeout, old.reset_limit)
-            self._state = job_record.rebuild(found, time.monotonic(), *limits)
-            self._state.horovod_script = old.horovod_script
+            job_record.restore(found, self._state, time.monotonic())
             self._listen()
             ranks = self._state.alive("running")
             if ranks:
                 self._set_plan(assign(ranks), found.generations - 1)
-            if self._heartbeats is not None:
-                self._heartbeats.begin([process.number for process in ranks])
+            self._heartbeats.begin([process.number for process in ranks])
         threading.Thread(target=self._run, daemon=True).start()
 
     def state_is_elsewhere(self, lost_hosts: Collection[str]) -> bool:
@@ -242,12 +238,9 @@ class ElasticDriver:
     def _listen(self) -> None:
         """Listen for heartbeats; if the port is taken, timeouts alone detect failures."""
         try:
-            secret = self._rendezvous.secret.encode()
-            self._heartbeats = HeartbeatReceiver(self._rendezvous.port, secret)
+            self._heartbeats.listen(self, self._rendezvous.port)
         except OSError as error:
             say(f"heartbeats cannot be received: {error}")
-            return
-        self._heartbeats.listen(self)
 
     def wait(self) -> int:
         """Wait for the end of the job; return its exit code."""
@@ -356,8 +349,7 @@ class ElasticDriver:
             case EndGeneration(generation, ranks):
                 # Ranks in the rendezvous would wait for the lost rank's addresses.
                 self._rendezvous.init([], _NO_GENERATION)
-                if self._heartbeats is not None:
-                    self._heartbeats.announce_over(ranks, generation)
+                self._heartbeats.announce_over(ranks, generation)
             case EndJob():
                 self._end_all()
             case ReportResult(exit_code):
@@ -373,15 +365,13 @@ class ElasticDriver:
 
     def _on_exit(self, process: TrainingProcess, code: int) -> None:
         with self._changed:
-            if self._heartbeats is not None:
-                self._heartbeats.drop(process.number)
+            self._heartbeats.drop(process.number)
             self._act_on(self._state.exited(process, code, time.monotonic()))
 
     def _begin_generation(self, action: FormGeneration) -> None:
         """Give processes their ranks, which `join` returns to them."""
         self._set_plan(action.plan, action.number)
-        if self._heartbeats is not None:
-            self._heartbeats.begin(action.processes)
+        self._heartbeats.begin(action.processes)
         answers: dict[int, dict[str, Any]] = {}
         places = reported_places([self._state.processes[number] for number in action.processes])
         for slot, number in zip(action.plan, action.processes, strict=True):
@@ -504,8 +494,7 @@ class ElasticDriver:
         if process is None or process.state in ("gone", "lost"):
             return None
         process.responded = True
-        if self._heartbeats is not None:
-            self._heartbeats.answered(number)
+        self._heartbeats.answered(number)
         return process
 
     # --- discovery -----------------------------------------------------------
@@ -614,7 +603,7 @@ class ElasticDriver:
 
     def _finish(self, code: int) -> None:
         """Report the exit code; the job is over."""
-        if self._verbose and self._heartbeats is not None:
+        if self._verbose:
             detector = self._heartbeats.detector
             longest, phi = detector.longest, detector.phi
             say(f"heartbeats: the longest delay was {longest:.2f} s (phi {phi:.0f})")

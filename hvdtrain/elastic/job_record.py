@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from hvdtrain.elastic.decisions import JobState, StartProcess
-from hvdtrain.elastic.processes import Slots, TrainingProcess
+from hvdtrain.elastic.processes import TrainingProcess
 from hvdtrain.elastic.status import Identity, ProcessStatus, StepFailures
 from hvdtrain.untrusted import checked
 
@@ -117,19 +117,11 @@ def live(found: JobRecord) -> dict[int, str]:
     return {int(p["number"]): str(p["host"]) for p in found.processes}
 
 
-def rebuild(
-    found: JobRecord,
-    now: float,
-    min_np: int,
-    max_np: int,
-    timeout: float,
-    reset_limit: int | None,
-) -> JobState:
-    """Return the state of a recorded job in a new driver, whose clock shows `now`.
+def restore(found: JobRecord, state: JobState, now: float) -> None:
+    """Set the state of a recorded job in a new driver, whose clock shows `now`.
 
     Processes that have ended since are reported like any others, by `JobState.exited`.
     """
-    state = JobState(min_np, max_np, timeout, Slots(None), reset_limit)
     state.hosts.slots = dict(found.hosts)
     state.processes = [
         TrainingProcess(number, "", 0, "gone", now) for number in range(found.next_number)
@@ -144,11 +136,10 @@ def rebuild(
         state.processes[process.number] = process
     state.generations, state.newcomers = found.generations, tuple(found.newcomers)
     if not state.generations:
-        state.begin_again_until = now + timeout
+        state.begin_again_until = now + state.timeout
     state.failed, state.failed_generations = found.failed, found.failed_generations
     state.counted_generations = found.counted_generations
     state.failures = StepFailures.of(found.failures)
     state.stop_requested = found.stop_requested
     if found.identity is not None:
         state.identity = Identity(**found.identity[0]), str(found.identity[1])
-    return state

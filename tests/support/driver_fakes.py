@@ -68,11 +68,11 @@ class _Heartbeats:
         over: generations that were announced to be over, and to whom.
     """
 
-    def __init__(self, port: int, secret: bytes) -> None:
+    def __init__(self, secret: bytes) -> None:
         self.over: list[tuple[int, list[int]]] = []
         self.detector = SimpleNamespace(longest=0.0, phi=0.0)
 
-    def listen(self, listener: object) -> None:
+    def listen(self, listener: object, port: int) -> None:
         pass
 
     def announce_over(self, numbers: Iterable[int], generation: int) -> None:

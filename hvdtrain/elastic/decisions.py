@@ -108,18 +108,16 @@ class GiveUpProcess(Action):
 
 @dataclass(frozen=True)
 class RemoveProcess(Action):
-    """Answer a waiting process, whose host or slot was taken away, that it must end."""
+    """Answer a waiting process that it must end.
+
+    Args:
+        refused: why it cannot take part, although it waits; "": its host or slot was taken away.
+        for_good: a new process in its slot would be refused, too, until the hosts change.
+    """
 
     number: int
-
-
-@dataclass(frozen=True)
-class RefuseProcess(Action):
-    """Answer a newcomer that it does not fit the run; `for_good`: until the hosts change."""
-
-    number: int
-    reason: str
-    for_good: bool
+    refused: str = ""
+    for_good: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,18 +145,17 @@ class EndGeneration(Action):
 
 
 @dataclass(frozen=True)
-class CountFailedStep(Action):
-    """Count the end of a generation as a failure of its step; `reason`: of that failure."""
+class CountFailure(Action):
+    """Count the end of a generation as a failure of its step.
+
+    Args:
+        reason: of that failure.
+        newcomers: processes to which the run's state was not passed: that is the failure.
+    """
 
     step: int
     reason: str
-
-
-@dataclass(frozen=True)
-class CountFailedTransfer(Action):
-    """Count the end of a generation as a failure to pass the run's state to newcomers."""
-
-    newcomers: tuple[int, ...]
+    newcomers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -400,10 +397,9 @@ class JobState:
                 self.processes[number].asked_to_end = True
             case GiveUpProcess(number):
                 self.given_up(self.processes[number], "", now, must_end=True)
-            case RemoveProcess(number):
-                self.processes[number].become("removed", now)
-            case RefuseProcess(number, _, for_good):
-                self.slots.refused(self.processes[number], for_good, now)
+            case RemoveProcess(number, refused, for_good):
+                if refused:
+                    self.slots.refused(self.processes[number], for_good, now)
                 self.processes[number].become("removed", now)
             case MakeSpares(numbers):
                 self._make_spares([self.processes[number] for number in numbers])
@@ -411,14 +407,13 @@ class JobState:
                 self._form([self.processes[number] for number in numbers], now)
             case EndGeneration():
                 self.rank_lost = False
-            case CountFailedStep(step, reason):
-                self.counted_generations = self.generations
-                what = "the next commit" if self.horovod_script else ""
-                self.failures.count_generation(step, reason, what)
-            case CountFailedTransfer(newcomers):
+            case CountFailure(step, reason, newcomers):
                 self.counted_generations = self.generations
                 for number in newcomers:
                     self.processes[number].transfers_failed += 1
+                if not newcomers:
+                    what = "the next commit" if self.horovod_script else ""
+                    self.failures.count_generation(step, reason, what)
             case WaitForProcesses():
                 self.short_since = now
             case EndJob(exit_code):
@@ -632,7 +627,7 @@ def _refuse_unfit(job: JobState) -> list[Action]:
         else:
             continue
         message = f"{process} is refused ({reason}); its slot is used again {again}"
-        actions.append(RefuseProcess(process.number, reason, for_good, message=message))
+        actions.append(RemoveProcess(process.number, reason, for_good, message=message))
     return actions
 
 
@@ -750,7 +745,7 @@ def _leave_out(
             message = f"{reason}: {process.host} is left out and tried again in {again:.0f} s"
             once = "" if message in said else message
             said.add(message)
-            actions.append(RefuseProcess(process.number, reason, False, message=once))
+            actions.append(RemoveProcess(process.number, reason, message=once))
     return actions
 
 
@@ -786,14 +781,13 @@ def _classify_failure(job: JobState, waiting: Sequence[TrainingProcess]) -> Acti
     phases = {report.failed for report in reports}
     if not reports:
         return None
+    most_advanced = max(reports, key=lambda report: report.step)
+    step, message = most_advanced.step, most_advanced.message
     if job.newcomers and TRAINING not in phases:
-        return None if job.failed else CountFailedTransfer(job.newcomers)
+        return None if job.failed else CountFailure(step, message, job.newcomers)
     if phases == {RENDEZVOUS}:  # the ranks themselves limit failed rendezvous
         return None
-    most_advanced = max(reports, key=lambda report: report.step)
-    if job.horovod_script and job.failed:
-        return CountFailedStep(most_advanced.step, job.last_loss[1])
-    return CountFailedStep(most_advanced.step, most_advanced.message)
+    return CountFailure(step, job.last_loss[1] if job.horovod_script and job.failed else message)
 
 
 # The end of the job.

@@ -53,7 +53,6 @@ from hvdtrain.elastic.decisions import (
     FormGeneration,
     JobState,
     MakeSpares,
-    RefuseProcess,
     RemoveProcess,
     ReportResult,
     StartProcess,
@@ -88,7 +87,7 @@ _RECORD_SECONDS = 2.0  # for the records of hosts, at the end of the job
 _REPORT_SECONDS = 3.0  # from the start of the wait for slots to the first message about it
 _DEFAULT_TIMEOUT = 600
 _NO_GENERATION = -1
-_EXCLUDED = {"rank": -1}
+_EXCLUDED: dict[str, Any] = {"rank": -1}
 _UNFINISHED = "the script has ended in another process, so this one cannot finish it"
 _SPARE = {"rank": -1, "spare": True}
 
@@ -337,10 +336,9 @@ class ElasticDriver:
             case EndProcess(number):
                 assert self._hub is not None
                 self._hub.end(number)
-            case RemoveProcess(number):
-                self._answer({number: _EXCLUDED})
-            case RefuseProcess(number, reason):
-                self._answer({number: {**_EXCLUDED, "reason": reason}})
+            case RemoveProcess(number, refused):
+                reason = {"reason": refused} if refused else {}
+                self._answer({number: _EXCLUDED | reason})
             case MakeSpares(numbers):
                 self._answer({n: _SPARE for n in numbers if self._state.processes[n].spare})
             case FormGeneration():

@@ -20,7 +20,6 @@ from hvdtrain.elastic.decisions import (
     FormGeneration,
     JobState,
     MakeSpares,
-    RefuseProcess,
     RemoveProcess,
     ReportResult,
     StartProcess,
@@ -179,8 +178,7 @@ class DecidedJob:
                 self.ended.add(number)
             case ReportResult(exit_code):
                 self.result = exit_code
-            case RemoveProcess(number) | RefuseProcess(number):
-                reason = getattr(action, "reason", "")
+            case RemoveProcess(number, reason):
                 self._answers[number] = {"rank": -1} | ({"reason": reason} if reason else {})
             case MakeSpares(numbers):
                 spares = [n for n in numbers if self.state.processes[n].spare]

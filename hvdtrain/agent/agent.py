@@ -63,6 +63,7 @@ from hvdtrain.run_files import owner_token
 from hvdtrain.run_files.events_file import last_lines
 from hvdtrain.run_files.owner_token import Token, moved
 from hvdtrain.runtime.allocation import seconds_left
+from hvdtrain.runtime.clock import Clock
 from hvdtrain.runtime.environment import launched
 from hvdtrain.runtime.queued_output import flush, say
 from hvdtrain.runtime.signals import ASKING, PAIR_SECONDS, requests
@@ -413,15 +414,13 @@ class Agent:
 
     async def _watch(self) -> None:
         """Beat, and measure for how long the driver has been silent or away."""
-        seen = time.monotonic()
+        clock = Clock(2 * _LOOK_SECONDS)
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            # Time in which this process was suspended does not count.
-            passed = min(time.monotonic() - seen, 2 * _LOOK_SECONDS)
-            seen = time.monotonic()
+            passed = clock.look()
             self._send({"type": "beat"})
             self._send_kept()
-            self._continue_guards(seen)
+            self._continue_guards(clock.now)
             self._end_left_host()
             if self._channel is not None:
                 self._connected += passed

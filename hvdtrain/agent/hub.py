@@ -35,6 +35,7 @@ import hvdtrain
 from hvdtrain.agent import protocol
 from hvdtrain.agent.connections import DriverConnections, ServerThread
 from hvdtrain.agent.protocol import Channel, Message
+from hvdtrain.runtime.clock import Clock
 from hvdtrain.untrusted import checked, printable
 
 RETURN_SECONDS = 0.5
@@ -294,12 +295,10 @@ class Hub(ServerThread):
     async def _serve(self) -> None:
         serving = self._connections.serve(self._socket, self._serve_connection, self._tls)
         server = self._loop.create_task(serving)
-        seen, left = time.monotonic(), _FINISH_SECONDS - 1
+        clock, left = Clock(2 * _LOOK_SECONDS), _FINISH_SECONDS - 1
         while not server.done():
             await asyncio.sleep(_LOOK_SECONDS if self._finished is None else 0.02)
-            # Time in which this process was suspended does not count.
-            passed = min(time.monotonic() - seen, 2 * _LOOK_SECONDS)
-            seen = time.monotonic()
+            passed = clock.look()
             for agent in tuple(self._agents.values()):
                 self._look(agent, passed)
             if self._finished is not None:

@@ -47,9 +47,10 @@ import psutil
 from hvdtrain.elastic.heartbeats import HeartbeatSender
 from hvdtrain.elastic.rendezvous import DriverAddress
 from hvdtrain.log import logger
+from hvdtrain.runtime.clock import Clock
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 from hvdtrain.runtime.signals import blocked, is_caught
-from hvdtrain.runtime.work import IDLE_TICKS, WATCHDOG, threads_named, work
+from hvdtrain.runtime.work import IDLE_TICKS, WATCHDOG, stat, threads_named, work
 from hvdtrain.untrusted import printable
 
 _LOOK_SECONDS = 0.25
@@ -112,19 +113,6 @@ def start(
     return process
 
 
-class Clock:
-    """Clock that advances at each look, by at most `_LONGEST_LOOK_SECONDS`."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._seen = time.monotonic()
-
-    def look(self) -> None:
-        seen = time.monotonic()
-        self.now += min(seen - self._seen, _LONGEST_LOOK_SECONDS)
-        self._seen = seen
-
-
 class Timer:
     """Measures how long a condition has been true."""
 
@@ -162,7 +150,7 @@ class HangDetector:
     ) -> None:
         self._hang_seconds = hang_seconds
         self._reachable, self._unreachable_seconds = reachable, unreachable_seconds
-        self._clock = clock = Clock()
+        self._clock = clock = Clock(_LONGEST_LOOK_SECONDS)
         self._stopped, self._orphan, self._cut_off = Timer(clock), Timer(clock), Timer(clock)
         self._no_beat, self._idle = Timer(clock), Timer(clock)
         self._seen: tuple[int, int] = (-1, -1)  # beats, work
@@ -432,13 +420,10 @@ def _positions(text: str) -> list[str]:
 def _lives(pid: int) -> bool:
     """Whether any thread is alive: the process may be a zombie while a thread waits for a disk."""
     try:
-        states = [
-            (thread / "stat").read_text().rpartition(")")[2].split()[0]
-            for thread in Path(f"/proc/{pid}/task").iterdir()
-        ]
+        states = {stat(thread)[1][0] for thread in Path(f"/proc/{pid}/task").iterdir()}
     except OSError:
         return False
-    return not set(states) <= {"Z", "X"}
+    return not states <= {"Z", "X"}
 
 
 def _report(process: psutil.Process, text: str, stacks: Path, begun: threading.Event) -> None:

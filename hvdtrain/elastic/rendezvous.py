@@ -86,14 +86,46 @@ class DriverAddress:
     def ask(
         self, what: str, number: int, body: dict[str, Any] | None = None
     ) -> dict[str, Any] | None:
-        """Send a request to the driver, or to the driver that has replaced it; see `ask`."""
-        seconds = _REPLY_SECONDS if self._run is None else _FOLLOW_SECONDS
+        """Send a request to the driver, or to the driver that has replaced it.
+
+        Args:
+            body: JSON body of a POST; None: send a GET.
+
+        Returns:
+            The answer; None: there is none yet.
+
+        Raises:
+            OSError: the driver does not respond at all, or rejects the request.
+        """
         try:
-            return ask(*self.place, what, number, body, seconds)
+            return self._ask(what, number, body)
         except OSError:
             if not self.follow():
                 raise
-            return ask(*self.place, what, number, body, seconds)
+            return self._ask(what, number, body)
+
+    def _ask(self, what: str, number: int, body: dict[str, Any] | None) -> dict[str, Any] | None:
+        from horovod.runner.common.util import secret
+
+        seconds = _REPLY_SECONDS if self._run is None else _FOLLOW_SECONDS
+        connection = http.client.HTTPConnection(*self.place, timeout=seconds)
+        try:
+            connection.connect()
+            connection.sock.settimeout(_REPLY_SECONDS)
+            path = f"/{what}/{number}"
+            method, text = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
+            key = os.environ.get(secret.RENDEZVOUS_SECRET)
+            headers = secret.sign_request(key, method, path, text)
+            connection.request(method, path, text or None, headers)
+            response = connection.getresponse()
+            answer = response.read()
+        except http.client.HTTPException as error:
+            raise OSError(str(error)) from error
+        finally:
+            connection.close()
+        if response.status == HTTPStatus.BAD_REQUEST:
+            raise OSError("it rejects the request: is its hvdtrain another version?")
+        return json.loads(answer) if response.status == HTTPStatus.OK else None
 
     def follow(self) -> bool:
         """Adopt the address of a driver that has replaced this one; return whether there is one."""
@@ -125,42 +157,3 @@ def _connects(address: str, port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def ask(
-    address: str,
-    port: int,
-    what: str,
-    number: int,
-    body: dict[str, Any] | None = None,
-    connect_seconds: float = _REPLY_SECONDS,
-) -> dict[str, Any] | None:
-    """Send a request to the driver; return its answer, or None if it has none yet.
-
-    Args:
-        body: JSON body of a POST; None: send a GET.
-        connect_seconds: limit of the time to connect.
-
-    Raises:
-        OSError: the driver does not respond at all, or rejects the request.
-    """
-    from horovod.runner.common.util import secret
-
-    connection = http.client.HTTPConnection(address, port, timeout=connect_seconds)
-    try:
-        connection.connect()
-        connection.sock.settimeout(_REPLY_SECONDS)
-        path = f"/{what}/{number}"
-        method, text = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
-        key = os.environ.get(secret.RENDEZVOUS_SECRET)
-        headers = secret.sign_request(key, method, path, text)
-        connection.request(method, path, text or None, headers)
-        response = connection.getresponse()
-        answer = response.read()
-    except http.client.HTTPException as error:
-        raise OSError(str(error)) from error
-    finally:
-        connection.close()
-    if response.status == HTTPStatus.BAD_REQUEST:
-        raise OSError("it rejects the request: is its hvdtrain another version?")
-    return json.loads(answer) if response.status == HTTPStatus.OK else None

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.elastic import request_server
-from hvdtrain.elastic.rendezvous import ask
+from hvdtrain.elastic.rendezvous import DriverAddress
 from hvdtrain.elastic.request_server import RequestServer, _AddressExchange
 from hvdtrain.errors import UserError
 from hvdtrain.runtime import interfaces
@@ -311,11 +311,14 @@ def test_requests_from_ranks_and_horovod_are_signed(
     launcher: Launcher, driver: DriverServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(secret.RENDEZVOUS_SECRET, KEY)
-    assert ask("127.0.0.1", driver.port, "join", 7, {"step": 3}) == {"rank": 7, "step": 3}
+    assert DriverAddress("127.0.0.1", driver.port).ask("join", 7, {"step": 3}) == {
+        "rank": 7,
+        "step": 3,
+    }
     put_data_into_kvstore("127.0.0.1", launcher.port, "scope", "key", [1, 2])
     assert read_data_from_kvstore("127.0.0.1", launcher.port, "scope", "key") == [1, 2]
     monkeypatch.setenv(secret.RENDEZVOUS_SECRET, KEY[::-1])
-    assert ask("127.0.0.1", driver.port, "join", 7, {}) is None
+    assert DriverAddress("127.0.0.1", driver.port).ask("join", 7, {}) is None
 
 
 def test_request_of_another_version_is_rejected_with_its_reason(
@@ -323,7 +326,9 @@ def test_request_of_another_version_is_rejected_with_its_reason(
 ) -> None:
     monkeypatch.setenv(secret.RENDEZVOUS_SECRET, KEY)
     with pytest.raises(OSError, match="is its hvdtrain another version"):
-        ask("127.0.0.1", driver.port, "failed", 1, {"text": "a field that this version lacks"})
+        DriverAddress("127.0.0.1", driver.port).ask(
+            "failed", 1, {"text": "a field that this version lacks"}
+        )
 
 
 def test_launcher_without_a_secret_accepts_unsigned_requests() -> None:

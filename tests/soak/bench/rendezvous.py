@@ -21,7 +21,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 
 from hvdtrain.bench.report import BenchMetric, Report
 from hvdtrain.elastic.driver import ElasticDriver
-from hvdtrain.elastic.rendezvous import ask
+from hvdtrain.elastic.rendezvous import DriverAddress
 from hvdtrain.elastic.request_server import RequestServer
 from hvdtrain.elastic.status import Identity, ProcessStatus
 
@@ -108,7 +108,7 @@ def _meet(number: int, port: int, key: str, generations: int) -> list[Met]:
         while assignment is None:
             _check_time(met)
             met.requests += 1
-            assignment = ask("127.0.0.1", port, "join", number, status)
+            assignment = DriverAddress("127.0.0.1", port).ask("join", number, status)
         if assignment["size"] > 1:
             body = os.urandom(NONCE_BYTES) + bytes((assignment["size"] - 1) * ROW_BYTES)
             path = "/global/{rank}/{size}/{generation}".format(**assignment)

@@ -502,7 +502,7 @@ class Agent:
             if token is None or token.ended or token != known or not self._alone():
                 return None
         assert known is not None
-        if await _aside(_refusal, _token_path(run)):
+        if await _aside(owner_token.obstacle, owner_token.of_launch(run)):
             return None
         found = await _aside(driver_file.read, run)
         return None if found is not None and found.exit_code is not None else (known, since)
@@ -521,7 +521,7 @@ class Agent:
                 due = time.monotonic() + random.uniform(0, pause)
             if time.monotonic() < due:
                 continue
-            look = asyncio.ensure_future(_aside(_refusal, _token_path(run)))
+            look = asyncio.ensure_future(_aside(owner_token.obstacle, owner_token.of_launch(run)))
             limit = min(_ANSWER_SECONDS, self._timeout / 2)
             if look not in (await asyncio.wait({look}, timeout=limit))[0]:
                 self._note_refusal(run, "no response")
@@ -541,7 +541,7 @@ class Agent:
             self._away = 0.0
 
     async def _token(self, run: Path) -> Token | None:
-        return await _aside(owner_token.read, _token_path(run))
+        return await _aside(owner_token.read, owner_token.of_launch(run))
 
     async def _leave_silent_drivers(self, run: Path) -> None:
         """Close the connection to a silent driver as soon as another one has replaced it."""
@@ -845,25 +845,6 @@ async def _aside(function: Callable[..., _T], *arguments: object) -> _T:
 
     threading.Thread(target=run, daemon=True).start()
     return await result
-
-
-def _token_path(run: Path) -> Path:
-    return run / f"{owner_token.LAUNCH}owner"
-
-
-def _refusal(token: Path) -> str:
-    """Return why a token cannot be written; "" if it can, or if there is none."""
-    try:
-        file = os.open(token, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            os.utime(file)
-        finally:
-            os.close(file)
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def _slowest_step(run: Path) -> float:

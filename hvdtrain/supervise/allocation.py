@@ -178,7 +178,7 @@ def joins(plan: AllocationRun, patience: float = 0.0) -> bool:
     """
     if launched():
         return False
-    path = plan.run / f"{owner_token.LAUNCH}owner"
+    path = owner_token.of_launch(plan.run)
     command, began, first = driver_file.command_digest(plan.train), time.monotonic(), None
     while (passed := time.monotonic() - began) < _REPLACED_SECONDS:
         try:

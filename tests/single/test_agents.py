@@ -241,11 +241,11 @@ def test_agents_look_at_the_directory_seldom(tmp_path: Path) -> None:
         watching = asyncio.create_task(found._watch_directory(tmp_path))
         await asyncio.sleep(0.5)
         watching.cancel()
-        return refusal.call_count
+        return obstacle.call_count
 
     with (
         patch.object(agent, "_LOOK_SECONDS", 0.01),
-        patch.object(agent, "_refusal", return_value="") as refusal,
+        patch.object(owner_token, "obstacle", return_value="") as obstacle,
     ):
         assert asyncio.run(looks()) <= 1
 

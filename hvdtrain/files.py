@@ -1,4 +1,4 @@
-"""Files that are either complete or absent, and locks on files."""
+"""Files that are complete or absent, or written in place, and locks on files."""
 
 from __future__ import annotations
 
@@ -72,6 +72,26 @@ def _check_owner(directory: os.stat_result, user: int, path: Path) -> None:
         return
     reason = f"the directory belongs to another user (uid {directory.st_uid})"
     raise PermissionError(errno.EPERM, reason, str(path))
+
+
+@contextmanager
+def opened_in_place(path: Path, mode: int | None = None) -> Iterator[int]:
+    """Context in which a file of constant size is open, to be written in place.
+
+    Reopened for each write: other hosts see the content of closed files.
+
+    Args:
+        mode: permissions of a new file, before the umask; None: the file must exist.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    handle = os.open(path, flags if mode is None else flags | os.O_CREAT, mode or 0)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 @contextmanager

@@ -63,6 +63,7 @@ from hvdtrain.run_files import owner_token
 from hvdtrain.run_files.events_file import last_lines
 from hvdtrain.run_files.owner_token import Token, moved
 from hvdtrain.runtime.allocation import seconds_left
+from hvdtrain.runtime.clock import Clock
 from hvdtrain.runtime.environment import launched
 from hvdtrain.runtime.queued_output import flush, say
 from hvdtrain.runtime.signals import ASKING, PAIR_SECONDS, requests
@@ -413,15 +414,13 @@ class Agent:
 
     async def _watch(self) -> None:
         """Beat, and measure for how long the driver has been silent or away."""
-        seen = time.monotonic()
+        clock = Clock(2 * _LOOK_SECONDS)
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            # Time in which this process was suspended does not count.
-            passed = min(time.monotonic() - seen, 2 * _LOOK_SECONDS)
-            seen = time.monotonic()
+            passed = clock.look()
             self._send({"type": "beat"})
             self._send_kept()
-            self._continue_guards(seen)
+            self._continue_guards(clock.now)
             self._end_left_host()
             if self._channel is not None:
                 self._connected += passed
@@ -503,7 +502,7 @@ class Agent:
             if token is None or token.ended or token != known or not self._alone():
                 return None
         assert known is not None
-        if await _aside(_refusal, _token_path(run)):
+        if await _aside(owner_token.obstacle, owner_token.of_launch(run)):
             return None
         found = await _aside(driver_file.read, run)
         return None if found is not None and found.exit_code is not None else (known, since)
@@ -522,7 +521,7 @@ class Agent:
                 due = time.monotonic() + random.uniform(0, pause)
             if time.monotonic() < due:
                 continue
-            look = asyncio.ensure_future(_aside(_refusal, _token_path(run)))
+            look = asyncio.ensure_future(_aside(owner_token.obstacle, owner_token.of_launch(run)))
             limit = min(_ANSWER_SECONDS, self._timeout / 2)
             if look not in (await asyncio.wait({look}, timeout=limit))[0]:
                 self._note_refusal(run, "no response")
@@ -542,7 +541,7 @@ class Agent:
             self._away = 0.0
 
     async def _token(self, run: Path) -> Token | None:
-        return await _aside(owner_token.read, _token_path(run))
+        return await _aside(owner_token.read, owner_token.of_launch(run))
 
     async def _leave_silent_drivers(self, run: Path) -> None:
         """Close the connection to a silent driver as soon as another one has replaced it."""
@@ -848,25 +847,6 @@ async def _aside(function: Callable[..., _T], *arguments: object) -> _T:
     return await result
 
 
-def _token_path(run: Path) -> Path:
-    return run / f"{owner_token.LAUNCH}owner"
-
-
-def _refusal(token: Path) -> str:
-    """Return why a token cannot be written; "" if it can, or if there is none."""
-    try:
-        file = os.open(token, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            os.utime(file)
-        finally:
-            os.close(file)
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
 def _slowest_step(run: Path) -> float:
     """Return the longest duration, in seconds, of the run's last steps; 0 if there is none."""
     lines = last_lines(run / "metrics.jsonl")
@@ -923,18 +903,18 @@ def keep(settings: AgentSettings, driver: int | None = None) -> int:
         _say(f"the agent was ended by signal {number}; another one starts")
 
 
+@dataclass
 class _FirstDriver:
     """The driver in the first task of a launch, which is a child of the keeper.
 
-    Attributes:
+    Args:
         pid: its pid, or None.
         result: its exit code, if that is the run's. If it was killed, or has stepped down (75),
             another driver continues the run.
     """
 
-    def __init__(self, pid: int | None) -> None:
-        self.pid = pid
-        self.result: int | None = None
+    pid: int | None
+    result: int | None = None
 
     def ended(self, pid: int, status: int) -> None:
         """Note the end of a child of the keeper."""

@@ -1,4 +1,7 @@
-"""Limits of a driver's two servers: open files, and connections that have proved nothing yet."""
+"""What a driver's two servers share: their thread, and limits.
+
+Limits of open files, and of connections that have proved nothing yet.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import errno
 import resource
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, cast
@@ -30,6 +34,34 @@ def raise_file_limit() -> tuple[int, int]:
         most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
     return before
+
+
+class ServerThread:
+    """A server whose event loop has a thread of its own, not started yet."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    async def _serve(self) -> None:
+        """Serve until the end."""
+        raise NotImplementedError
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function in the server's thread."""
+        with suppress(RuntimeError):  # the server has ended
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self._loop.close()
 
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import UserError
-from hvdtrain.files import write_atomic
+from hvdtrain.files import opened_in_place, write_atomic
 from hvdtrain.runtime.queued_output import say
 from hvdtrain.untrusted import checked, parse_json
 
@@ -82,15 +82,11 @@ def write(run: Path, content: DriverFile) -> None:
     """
     content = replace(content, addresses=content.addresses[:_MOST_ADDRESSES])
     text = json.dumps(asdict(content)).ljust(_BYTES - 1) + "\n"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    handle = os.open(run / NAME, flags, 0o600)
-    try:
+    with opened_in_place(run / NAME, 0o600) as handle:
         if os.fstat(handle).st_uid != os.geteuid():
             raise UserError(f"{run / NAME} belongs to another user; choose another --run.id")
         os.fchmod(handle, 0o600)
         os.pwrite(handle, text.encode(), 0)
-    finally:
-        os.close(handle)
 
 
 def read(run: Path) -> DriverFile | None:

@@ -21,10 +21,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from hvdtrain.runtime.queued_output import flush
 from hvdtrain.runtime.signals import ASKING
+from hvdtrain.runtime.work import stat
 
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 END = b"e"
@@ -241,18 +243,18 @@ def end_children(seconds: float, spared_seconds: float = 0.0, spared: str = "") 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, as by SIGSTOP."""
-    with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] == b"T"
+    with suppress(OSError, IndexError):
+        return stat(Path(f"/proc/{pid}"))[1][0] == "T"
     return False
 
 
 def children() -> dict[int, str]:
     """Return pid -> name of the children of this process, also of those that have ended."""
-    own, found = str(os.getpid()).encode(), dict[int, str]()
+    own, found = str(os.getpid()), dict[int, str]()
     for pid in os.listdir("/proc"):
         if pid.isdecimal():
-            with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
-                before, _, after = file.read().rpartition(b")")
-                if after.split()[1] == own:
-                    found[int(pid)] = before.partition(b"(")[2].decode(errors="replace")
+            with suppress(OSError, IndexError):
+                name, fields = stat(Path(f"/proc/{pid}"))
+                if fields[1] == own:
+                    found[int(pid)] = name
     return found

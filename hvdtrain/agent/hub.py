@@ -1,7 +1,7 @@
 """The driver's side of the agents: their hosts, and the processes that they run for the driver.
 
 The hub is the driver's host discovery (`find_available_hosts_and_slots`) and its way to start and
-end processes (`start`, `end`, `end_all`, as elastic.driver.Starter). One thread serves all agents.
+end processes (`start`, `end`, `end_all`). One thread serves all agents.
 
 An agent whose connection breaks usually returns at once, with the same processes. If it does not
 within RETURN_SECONDS, or another agent registers for its host, its processes are lost and the host
@@ -33,8 +33,9 @@ from typing import Protocol
 
 import hvdtrain
 from hvdtrain.agent import protocol
-from hvdtrain.agent.connections import DriverConnections
+from hvdtrain.agent.connections import DriverConnections, ServerThread
 from hvdtrain.agent.protocol import Channel, Message
+from hvdtrain.runtime.clock import Clock
 from hvdtrain.untrusted import checked, printable
 
 RETURN_SECONDS = 0.5
@@ -78,10 +79,7 @@ class Registration:
     launch: str = ""
 
 
-@dataclass
-class _Process:
-    number: int
-    on_exit: Callable[[int], None]
+_OnExit = Callable[[int], None]  # called with the exit code of a process
 
 
 @dataclass
@@ -96,7 +94,7 @@ class _Agent:
     registration: Registration
     channel: Channel | None
     address: str
-    processes: dict[int, _Process] = field(default_factory=dict)
+    processes: dict[int, _OnExit] = field(default_factory=dict)
     strays: set[int] = field(default_factory=set)
     silent: float = 0.0
     away_since: float | None = None
@@ -108,7 +106,7 @@ class _Agent:
             self.channel.send(message)
 
 
-class Hub:
+class Hub(ServerThread):
     """Serves the agents of one job.
 
     Args:
@@ -126,6 +124,11 @@ class Hub:
         port: TCP port for agents.
         misplaced: the launcher started several agents on one host.
         lost_hosts: an agent there has not responded and had processes: this host may be cut off.
+        environment: returns the environment of a process, given its slot and the driver's address
+            as seen from its host.
+        on_hosts: called when a host comes or goes.
+        on_isolation: called before hosts are given up while no host with processes responds.
+        on_leave: called with a host that leaves the run, and its processes.
     """
 
     removals_are_final = True
@@ -141,15 +144,15 @@ class Hub:
         say: Callable[[str], None],
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        super().__init__("agents")
         self._secret, self._driver_timeout, self._tls = secret, driver_timeout, tls
         self._command, self._directory = _pieces(command), directory
         self._on_output, self._on_signal, self._say = on_output, on_signal, say
-        self._on_hosts: Callable[[], None] = lambda: None
-        self._on_isolation: Callable[[], None] = lambda: None
-        self._on_leave: Callable[[str, Sequence[int]], None] = lambda *_: None
-        self._environment: Callable[[Slot, str], Mapping[str, str]] = lambda *_: {}
+        self.environment: Callable[[Slot, str], Mapping[str, str]] = lambda *_: {}
+        self.on_hosts: Callable[[], None] = lambda: None
+        self.on_isolation: Callable[[], None] = lambda: None
+        self.on_leave: Callable[[str, Sequence[int]], None] = lambda *_: None
         self._agents: dict[str, _Agent] = {}  # by host
-        self._of_process: dict[int, _Agent] = {}
         self._refused: dict[str, float] = {}  # agent -> time of its first refusal
         self._signalled: set[str] = set()  # hosts whose agents have reported a signal
         # Host -> its turn to replace this driver; None: no agent can. Host -> its processes that
@@ -158,14 +161,14 @@ class Hub:
         self._holders: Mapping[str, Sequence[int]] | None = None
         self._connections = DriverConnections(4, say)
         # Of hosts whose agents have not registered since this driver took over.
-        self._expected: dict[str, dict[int, _Process]] = {}
+        self._expected: dict[str, dict[int, _OnExit]] = {}
         # Starts an agent on a host; host -> launch of the only agent that may register for it;
         # host -> processes that wait for the agent.
         self._start_agent: Callable[[str], None] | None = None
         self._return_seconds, self._lost_code = RETURN_SECONDS, _KILLED
         self._launches: dict[str, str] = {}
         self._registered: set[str] = set()  # launches
-        self._waiting: dict[str, list[tuple[Slot, _Process]]] = {}
+        self._waiting: dict[str, list[tuple[Slot, _OnExit]]] = {}
         self._finished: int | None = None
         self.lost_hosts: frozenset[str] = frozenset()
         self.misplaced = False
@@ -173,8 +176,6 @@ class Hub:
         self._slots: dict[str, int] = {}
         self._socket = socket.create_server(("", 0), backlog=_BACKLOG)
         self.port: int = self._socket.getsockname()[1]
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
         self._thread.start()
 
     # --- called by the driver's threads ------------------------------------------------------
@@ -183,25 +184,6 @@ class Hub:
         """Return host -> slots of all agents that may start processes, node2 before node10."""
         with self._hosts:
             return dict(sorted(self._slots.items(), key=lambda item: _natural(item[0])))
-
-    def on_hosts(self, changed: Callable[[], None]) -> None:
-        """Set what is called when a host comes or goes."""
-        self._on_hosts = changed
-
-    def on_isolation(self, isolated: Callable[[], None]) -> None:
-        """Set what is called before hosts are given up while no host with processes responds."""
-        self._on_isolation = isolated
-
-    def on_leave(self, leaves: Callable[[str, Sequence[int]], None]) -> None:
-        """Set what is called with a host that leaves the run, and its processes."""
-        self._on_leave = leaves
-
-    def on_start(self, environment: Callable[[Slot, str], Mapping[str, str]]) -> None:
-        """Set the function that returns the environment of a process.
-
-        It is called with the process's slot and the driver's address as seen from its host.
-        """
-        self._environment = environment
 
     def start_agents_with(self, start: Callable[[str], None]) -> None:
         """Set the function that starts an agent on a host; the hub's thread calls it as needed.
@@ -239,7 +221,7 @@ class Hub:
         for host in {*hosts, *processes.values()}:
             self._expected[host] = {}
         for number, host in processes.items():
-            self._expected[host][number] = _Process(number, partial(on_exit, number))
+            self._expected[host][number] = partial(on_exit, number)
         with self._hosts:
             self._slots = dict(hosts)
 
@@ -279,17 +261,17 @@ class Hub:
         with self._hosts:
             return self._hosts.wait_for(lambda: enough(self._slots), seconds)
 
-    def start(self, slot: Slot, on_exit: Callable[[int], None]) -> None:
+    def start(self, slot: Slot, on_exit: _OnExit) -> None:
         """Start a process; `on_exit` is called in the hub's thread with its exit code."""
-        self._call(self._start, slot, _Process(slot.rank, on_exit))
+        self._call(self._start, slot, on_exit)
 
     def end(self, number: int) -> None:
         """End a process: SIGTERM, and SIGKILL 5 s later."""
-        self._call(self._end, number)
+        self._call(self._end, {number})
 
     def end_all(self) -> None:
         """End all processes."""
-        self._call(self._end_all)
+        self._call(self._end, None)
 
     def set_order(
         self, order: Sequence[str] | None, holders: Mapping[str, Sequence[int]] | None = None
@@ -308,32 +290,15 @@ class Hub:
         self._call(self._finish, code)
         self._thread.join(_FINISH_SECONDS)
 
-    def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the hub has ended
-            self._loop.call_soon_threadsafe(function, *arguments)
-
     # --- the hub's thread --------------------------------------------------------------------
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            connections = asyncio.all_tasks(self._loop)
-            for connection in connections:
-                connection.cancel()
-            self._loop.run_until_complete(asyncio.gather(*connections, return_exceptions=True))
-            self._loop.close()
 
     async def _serve(self) -> None:
         serving = self._connections.serve(self._socket, self._serve_connection, self._tls)
         server = self._loop.create_task(serving)
-        seen, left = time.monotonic(), _FINISH_SECONDS - 1
+        clock, left = Clock(2 * _LOOK_SECONDS), _FINISH_SECONDS - 1
         while not server.done():
             await asyncio.sleep(_LOOK_SECONDS if self._finished is None else 0.02)
-            # Time in which this process was suspended does not count.
-            passed = min(time.monotonic() - seen, 2 * _LOOK_SECONDS)
-            seen = time.monotonic()
+            passed = clock.look()
             for agent in tuple(self._agents.values()):
                 self._look(agent, passed)
             if self._finished is not None:
@@ -356,7 +321,7 @@ class Hub:
                 if self._all_ranks_silent():
                     if self._start_agent is not None:
                         return  # the end of the agent (of ssh) decides
-                    self._on_isolation()
+                    self.on_isolation()
                 agent.channel.abort()
                 self._lost(agent, f"no message for {protocol.SILENT_SECONDS:.0f} s")
         elif (since := agent.away_since) and time.monotonic() - since > self._return_seconds:
@@ -388,8 +353,8 @@ class Hub:
             if processes:
                 self.lost_hosts |= {host}
                 self._say(f"the agent of {printable(host)} has not responded: its ranks are lost")
-            for process in processes.values():
-                process.on_exit(_KILLED)
+            for on_exit in processes.values():
+                on_exit(_KILLED)
         self._show_hosts()
         done.set()
 
@@ -438,7 +403,6 @@ class Hub:
         if agent is None:
             agent = self._agents[found.host] = _Agent(found, channel, channel.own_address)
             agent.processes = self._expected.get(found.host, {})
-            self._of_process |= dict.fromkeys(agent.processes, agent)
         if agent.channel is not None and agent.channel is not channel:
             agent.channel.abort()
         agent.registration, agent.channel = found, channel
@@ -484,7 +448,7 @@ class Hub:
             case "signal":
                 self._signal(agent.registration.host, int(message["number"]), again=True)
             case "leave":
-                self._on_leave(agent.registration.host, tuple(agent.processes))
+                self.on_leave(agent.registration.host, tuple(agent.processes))
 
     def _signal(self, host: str, number: int, again: bool) -> None:
         if again or host not in self._signalled:
@@ -516,10 +480,8 @@ class Hub:
             agent.strays.discard(number)
             self._show_hosts()
             self._start_waiting(agent)
-        process = agent.processes.pop(number, None)
-        if process is not None:
-            self._of_process.pop(number, None)
-            process.on_exit(code)
+        if (on_exit := agent.processes.pop(number, None)) is not None:
+            on_exit(code)
 
     def _lost(self, agent: _Agent, why: str) -> None:
         """Give up an agent, its processes and its host."""
@@ -544,8 +506,8 @@ class Hub:
             if agent.channel is not None:
                 agent.channel.abort()
             self._lost(agent, why)
-        for _, process in self._waiting.pop(host, ()):
-            process.on_exit(_UNREACHABLE)
+        for _, on_exit in self._waiting.pop(host, ()):
+            on_exit(_UNREACHABLE)
 
     def _show_hosts(self) -> None:
         slots = {
@@ -559,38 +521,37 @@ class Hub:
             changed, self._slots = slots != self._slots, slots
             self._hosts.notify_all()
         if changed:
-            self._on_hosts()
+            self.on_hosts()
 
-    def _start(self, slot: Slot, process: _Process) -> None:
+    def _start(self, slot: Slot, on_exit: _OnExit) -> None:
         agent = self._agents.get(slot.hostname)
         if agent is None or agent.channel is None or (agent.strays and self._start_agent):
             if self._start_agent is None:
-                process.on_exit(_KILLED)  # it has just gone
+                on_exit(_KILLED)  # it has just gone
             else:
-                self._waiting.setdefault(slot.hostname, []).append((slot, process))
+                self._waiting.setdefault(slot.hostname, []).append((slot, on_exit))
                 self._start_agent(slot.hostname)
             return
-        agent.processes[process.number] = process
-        self._of_process[process.number] = agent
+        agent.processes[slot.rank] = on_exit
         *first, last = self._command
         for words in first:
             agent.send({"type": "words", "words": words})
         agent.send(
             {
                 "type": "start",
-                "number": process.number,
+                "number": slot.rank,
                 "slot": slot.local_rank,
                 "command": last,
                 "directory": self._directory,
-                "environment": dict(self._environment(slot, self._address_for(agent))),
+                "environment": dict(self.environment(slot, self._address_for(agent))),
             }
         )
 
     def _start_waiting(self, agent: _Agent) -> None:
         """Start the processes that wait for an agent, if its host is free for them."""
         if not agent.strays:
-            for slot, process in self._waiting.pop(agent.registration.host, ()):
-                self._start(slot, process)
+            for waiting in self._waiting.pop(agent.registration.host, ()):
+                self._start(*waiting)
 
     def _address_for(self, agent: _Agent) -> str:
         """Return the driver's address for an agent's host: the one that it connected to.
@@ -602,26 +563,18 @@ class Hub:
         others = (a.address for a in self._agents.values() if a is not agent)
         return next(others, agent.address)
 
-    def _end(self, number: int) -> None:
-        agent = self._of_process.get(number)
-        if agent is None:
-            self._end_waiting({number})
-            return
-        if agent.channel is None:
-            agent.ends.add(number)
-        agent.send({"type": "end", "number": number})
-
-    def _end_waiting(self, numbers: Set[int]) -> None:
+    def _end(self, numbers: Set[int] | None) -> None:
+        """End processes, also those that wait for an agent; None: all of them."""
+        for agent in self._agents.values():
+            for number in agent.processes if numbers is None else numbers & agent.processes.keys():
+                if agent.channel is None:
+                    agent.ends.add(number)
+                agent.send({"type": "end", "number": number})
         for host, waiting in tuple(self._waiting.items()):
-            self._waiting[host] = [one for one in waiting if one[1].number not in numbers]
-            for _, process in waiting:
-                if process.number in numbers:
-                    process.on_exit(_TERMINATED)
-
-    def _end_all(self) -> None:
-        for number in tuple(self._of_process):
-            self._end(number)
-        self._end_waiting({p.number for waiting in self._waiting.values() for _, p in waiting})
+            ended = [one for one in waiting if numbers is None or one[0].rank in numbers]
+            self._waiting[host] = [one for one in waiting if one not in ended]
+            for _, on_exit in ended:
+                on_exit(_TERMINATED)
 
     def _finish(self, code: int) -> None:
         self._finished = code

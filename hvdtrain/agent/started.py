@@ -15,8 +15,9 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import IO, Protocol
+from typing import IO
 
+from hvdtrain.agent.hub import Hub
 from hvdtrain.agent.invitation import Invitation
 
 # No prompt, and no terminal, which would show what is sent. A session over a cut link ends after
@@ -28,16 +29,6 @@ _SSH = (
 )
 # Until the agent must have registered: it is killed if its host or ssh hangs.
 _REGISTER_SECONDS = 60.0
-
-
-class AgentHub(Protocol):
-    """What this module needs of a Hub."""
-
-    def expect_agent(self, host: str, launch: str) -> None: ...
-
-    def has_registered(self, launch: str) -> bool: ...
-
-    def agent_ended(self, host: str, launch: str, why: str) -> None: ...
 
 
 class StartedAgents:
@@ -53,7 +44,7 @@ class StartedAgents:
 
     def __init__(
         self,
-        hub: AgentHub,
+        hub: Hub,
         invitation: Invitation,
         ssh: Sequence[str],
         is_local: Callable[[str], bool],

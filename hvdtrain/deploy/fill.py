@@ -239,7 +239,7 @@ class _Driver:
         """
         with suppress(OSError):  # as if nothing had changed
             before = self._token
-            self._token = owner_token.read(self._run / f"{owner_token.LAUNCH}owner")
+            self._token = owner_token.read(owner_token.of_launch(self._run))
             if owner_token.moved(before, self._token):
                 self.seen, self._moved_at = True, time.monotonic()
             found = driver_file.read(self._run)

@@ -28,11 +28,6 @@ class TrainingCommand(NamedTuple):
     flags: list[str]
 
 
-def starts_training(command: Sequence[str]) -> bool:
-    """Whether a command is `hvdtrain train`, or Python with its module, console script or file."""
-    return training_command(command) is not None
-
-
 class ScriptCommand(NamedTuple):
     """A command `python SCRIPT ...`, or `python -m MODULE ...` with a module of a project.
 
@@ -77,23 +72,11 @@ def script_command(command: Sequence[str]) -> ScriptCommand | None:
 
     The same for `python -m MODULE ...`, if the module is found, and is not hvdtrain's.
     """
-    words = list(command)
-    for i, word in enumerate(words):
-        if _PYTHON.fullmatch(PurePath(word).name):
-            at = i + 1
-            while at < len(words) and words[at].startswith("-"):
-                if words[at] == "-m" and at + 1 < len(words):
-                    found = find_module(words[at + 1], _module_directories(""))
-                    if found is None:
-                        return None
-                    return ScriptCommand(i, str(found), words[at + 2 :], module=True)
-                if words[at][1:2] in ("c", "m"):
-                    return None
-                at += 2 if words[at] in ("-W", "-X") else 1
-            if at < len(words) and os.path.isfile(words[at]):
-                return ScriptCommand(i, words[at], words[at + 1 :], module=False)
-            return None
-    return None
+    found = _python_command(command)
+    if found is None or not found.module:
+        return found if found and os.path.isfile(found.script) else None
+    file = find_module(found.script, _module_directories(""))
+    return None if file is None else found._replace(script=str(file))
 
 
 def runs_hvdtrain(command: Sequence[str]) -> bool:
@@ -103,7 +86,7 @@ def runs_hvdtrain(command: Sequence[str]) -> bool:
     HVDTRAIN_ELASTIC=1 marks other commands that start hvdtrain.
     """
     script = script_command(command)
-    known = starts_training(command) or (script is not None and script.own_loop)
+    known = training_command(command) is not None or (script is not None and script.own_loop)
     return known or os.environ.get("HVDTRAIN_ELASTIC") == "1"
 
 
@@ -125,24 +108,26 @@ def training_command(command: Sequence[str]) -> TrainingCommand | None:
     Words before Python (numactl, env NAME=VALUE, a profiler) are skipped; arguments of another
     program are ignored.
     """
-    words = list(command)
-    for i, word in enumerate(words):
-        if _PYTHON.fullmatch(PurePath(word).name):
-            flags = _flags_of_python(words[i + 1 :])
-            return None if flags is None else TrainingCommand(i, flags)
-    flags = _flags_of_console_script(words)
-    return None if flags is None else TrainingCommand(0, flags)
+    if (found := _python_command(command)) is None:
+        flags = _flags_of_console_script([*command])
+    elif found.module:
+        flags = _flags_of_module([found.script, *found.flags])
+    elif PurePath(found.script).parts[-2:] == ("hvdtrain", "train.py"):
+        flags = found.flags
+    else:
+        flags = _flags_of_console_script([found.script, *found.flags])
+    return None if flags is None else TrainingCommand(found.program if found else 0, flags)
 
 
-def _flags_of_python(arguments: list[str]) -> list[str] | None:
-    """Flags of training in the interpreter's arguments: options, then a module, code or script."""
-    rest = list(arguments)
+def _python_command(command: Sequence[str]) -> ScriptCommand | None:
+    """Split the arguments of the first interpreter in a command; a module is not looked for."""
+    names = [PurePath(word).name for word in command]
+    program = next((at for at, name in enumerate(names) if _PYTHON.fullmatch(name)), len(names))
+    rest = [*command[program + 1 :]]
     while rest:
         word = rest.pop(0)
         if not word.startswith("-") or word == "-":
-            if PurePath(word).parts[-2:] == ("hvdtrain", "train.py"):
-                return rest
-            return _flags_of_console_script([word, *rest])
+            return ScriptCommand(program, word, rest, module=False)
         if word.startswith("--"):
             del rest[: word in _VALUED_LONG]
             continue
@@ -152,7 +137,8 @@ def _flags_of_python(arguments: list[str]) -> list[str] | None:
         if option == "c":
             return None
         if option == "m":
-            return _flags_of_module([value, *rest] if value else rest)
+            rest = [value, *rest] if value else rest
+            return ScriptCommand(program, rest[0], rest[1:], module=True) if rest else None
         del rest[: option in _VALUED and not value]
     return None
 

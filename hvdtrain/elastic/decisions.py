@@ -108,18 +108,16 @@ class GiveUpProcess(Action):
 
 @dataclass(frozen=True)
 class RemoveProcess(Action):
-    """Answer a waiting process, whose host or slot was taken away, that it must end."""
+    """Answer a waiting process that it must end.
+
+    Args:
+        refused: why it cannot take part, although it waits; "": its host or slot was taken away.
+        for_good: a new process in its slot would be refused, too, until the hosts change.
+    """
 
     number: int
-
-
-@dataclass(frozen=True)
-class RefuseProcess(Action):
-    """Answer a newcomer that it does not fit the run; `for_good`: until the hosts change."""
-
-    number: int
-    reason: str
-    for_good: bool
+    refused: str = ""
+    for_good: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,18 +145,17 @@ class EndGeneration(Action):
 
 
 @dataclass(frozen=True)
-class CountFailedStep(Action):
-    """Count the end of a generation as a failure of its step; `reason`: of that failure."""
+class CountFailure(Action):
+    """Count the end of a generation as a failure of its step.
+
+    Args:
+        reason: of that failure.
+        newcomers: processes to which the run's state was not passed: that is the failure.
+    """
 
     step: int
     reason: str
-
-
-@dataclass(frozen=True)
-class CountFailedTransfer(Action):
-    """Count the end of a generation as a failure to pass the run's state to newcomers."""
-
-    newcomers: tuple[int, ...]
+    newcomers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -400,10 +397,9 @@ class JobState:
                 self.processes[number].asked_to_end = True
             case GiveUpProcess(number):
                 self.given_up(self.processes[number], "", now, must_end=True)
-            case RemoveProcess(number):
-                self.processes[number].become("removed", now)
-            case RefuseProcess(number, _, for_good):
-                self.slots.refused(self.processes[number], for_good, now)
+            case RemoveProcess(number, refused, for_good):
+                if refused:
+                    self.slots.refused(self.processes[number], for_good, now)
                 self.processes[number].become("removed", now)
             case MakeSpares(numbers):
                 self._make_spares([self.processes[number] for number in numbers])
@@ -411,14 +407,13 @@ class JobState:
                 self._form([self.processes[number] for number in numbers], now)
             case EndGeneration():
                 self.rank_lost = False
-            case CountFailedStep(step, reason):
-                self.counted_generations = self.generations
-                what = "the next commit" if self.horovod_script else ""
-                self.failures.count_generation(step, reason, what)
-            case CountFailedTransfer(newcomers):
+            case CountFailure(step, reason, newcomers):
                 self.counted_generations = self.generations
                 for number in newcomers:
                     self.processes[number].transfers_failed += 1
+                if not newcomers:
+                    what = "the next commit" if self.horovod_script else ""
+                    self.failures.count_generation(step, reason, what)
             case WaitForProcesses():
                 self.short_since = now
             case EndJob(exit_code):
@@ -632,7 +627,7 @@ def _refuse_unfit(job: JobState) -> list[Action]:
         else:
             continue
         message = f"{process} is refused ({reason}); its slot is used again {again}"
-        actions.append(RefuseProcess(process.number, reason, for_good, message=message))
+        actions.append(RemoveProcess(process.number, reason, for_good, message=message))
     return actions
 
 
@@ -670,7 +665,7 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
     if job.generations:
         count = Counter(p.host for p in members)
         where = ", ".join(f"{host}:{ranks}" for host, ranks in count.items())
-        message = f"continuing with {_ranks(len(members))} ({where})"
+        message = f"continuing with {plural(len(members), 'rank')} ({where})"
     numbers = tuple(p.number for p in members)
     plan = tuple(assign(members))
     return [*actions, FormGeneration(job.generations, numbers, plan, message=message)]
@@ -750,7 +745,7 @@ def _leave_out(
             message = f"{reason}: {process.host} is left out and tried again in {again:.0f} s"
             once = "" if message in said else message
             said.add(message)
-            actions.append(RefuseProcess(process.number, reason, False, message=once))
+            actions.append(RemoveProcess(process.number, reason, message=once))
     return actions
 
 
@@ -771,17 +766,13 @@ def _wait_for_more(job: JobState, count: int, needed: int, now: float) -> list[A
     why = "--min-np" if needed == job.min_np else "a replica of the model"
     start = start_processes(job, job.max_np, now)
     if job.short_since is None:
-        left = f"{_ranks(count)} {'is' if count == 1 else 'are'} left and"
+        left = f"{plural(count, 'rank')} {'is' if count == 1 else 'are'} left and"
         needs = f"{needed} {'is' if needed == 1 else 'are'} needed ({why})"
         return [WaitForProcesses(message=f"{left} {needs}: waiting for hosts"), *start]
     if now - job.short_since > job.timeout:
         limit = f"for {job.timeout:.0f} s ({why}, --elastic-timeout)"
-        return [_fail(f"fewer than {_ranks(needed)} {limit}")]
+        return [_fail(f"fewer than {plural(needed, 'rank')} {limit}")]
     return start
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _classify_failure(job: JobState, waiting: Sequence[TrainingProcess]) -> Action | None:
@@ -790,14 +781,13 @@ def _classify_failure(job: JobState, waiting: Sequence[TrainingProcess]) -> Acti
     phases = {report.failed for report in reports}
     if not reports:
         return None
+    most_advanced = max(reports, key=lambda report: report.step)
+    step, message = most_advanced.step, most_advanced.message
     if job.newcomers and TRAINING not in phases:
-        return None if job.failed else CountFailedTransfer(job.newcomers)
+        return None if job.failed else CountFailure(step, message, job.newcomers)
     if phases == {RENDEZVOUS}:  # the ranks themselves limit failed rendezvous
         return None
-    most_advanced = max(reports, key=lambda report: report.step)
-    if job.horovod_script and job.failed:
-        return CountFailedStep(most_advanced.step, job.last_loss[1])
-    return CountFailedStep(most_advanced.step, most_advanced.message)
+    return CountFailure(step, job.last_loss[1] if job.horovod_script and job.failed else message)
 
 
 # The end of the job.

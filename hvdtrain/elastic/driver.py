@@ -37,13 +37,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from horovod.runner.common.util.hosts import SlotInfo
 
+from hvdtrain.agent.hub import Hub
 from hvdtrain.elastic import job_record
 from hvdtrain.elastic.decisions import (
     Action,
@@ -53,7 +53,6 @@ from hvdtrain.elastic.decisions import (
     FormGeneration,
     JobState,
     MakeSpares,
-    RefuseProcess,
     RemoveProcess,
     ReportResult,
     StartProcess,
@@ -71,7 +70,7 @@ from hvdtrain.elastic.processes import (
     find_hosts,
     reported_places,
 )
-from hvdtrain.elastic.rendezvous import RANKS, make_handler
+from hvdtrain.elastic.rendezvous import RANKS
 from hvdtrain.elastic.status import ProcessStatus
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER
 from hvdtrain.run_files.host_records import LAUNCH_VARIABLE, HostRecords
@@ -88,25 +87,9 @@ _RECORD_SECONDS = 2.0  # for the records of hosts, at the end of the job
 _REPORT_SECONDS = 3.0  # from the start of the wait for slots to the first message about it
 _DEFAULT_TIMEOUT = 600
 _NO_GENERATION = -1
-_EXCLUDED = {"rank": -1}
+_EXCLUDED: dict[str, Any] = {"rank": -1}
 _UNFINISHED = "the script has ended in another process, so this one cannot finish it"
 _SPARE = {"rank": -1, "spare": True}
-
-
-class Starter(Protocol):
-    """How the driver starts and ends processes: through agents (agent/hub.py)."""
-
-    def start(self, slot: SlotInfo, on_exit: Callable[[int], None]) -> None:
-        """Start the process whose number is `slot.rank`, which is not a rank yet.
-
-        Calls `on_exit` with its exit code in another thread.
-        """
-
-    def end(self, number: int) -> None:
-        """End a process: SIGTERM, and SIGKILL 5 s later."""
-
-    def end_all(self) -> None:
-        """End all processes."""
 
 
 class ElasticDriver:
@@ -116,8 +99,7 @@ class ElasticDriver:
     that replaces it.
 
     Args:
-        rendezvous: HTTP server through which the ranks of a generation find each other: Horovod's
-            or RequestServer.
+        rendezvous: RequestServer, through which the ranks of a generation find each other.
         discovery: find_available_hosts_and_slots() -> {host: slots}.
         min_num_proc, max_num_proc: the fewest and the most processes of a generation.
         timeout: seconds to wait for hosts while fewer than `min_num_proc` processes are left.
@@ -129,12 +111,10 @@ class ElasticDriver:
     Attributes:
         may_act: whether this driver may decide now: whether its lease, if it has one, is valid.
         record: keeps the record of the job; called before anything that the record must contain.
-        on_answers: called with processes whose `join` now returns an answer.
     """
 
     may_act: Callable[[], bool] = staticmethod(lambda: True)
     record: Callable[[JobRecord], None] = staticmethod(lambda _: None)
-    on_answers: Callable[[Iterable[int]], None] = staticmethod(lambda _: None)
 
     def __init__(
         self,
@@ -159,17 +139,14 @@ class ElasticDriver:
             reset_limit=reset_limit,
             horovod_script=horovod_script,
         )
-        lock = threading.RLock()  # of the state
-        self._changed = threading.Condition(lock)
-        # For threads that wait for ranks: a thousand of them must not wake at each change.
-        self._answered = threading.Condition(lock)
+        self._changed = threading.Condition()  # of the state
         self._answers: dict[int, dict[str, Any]] = {}  # process -> answer that it has not received
-        self._starter: Starter | None = None
+        self._hub: Hub | None = None
         self._hosts: list[str] = []  # of each rank of the current generation
         self._job = secrets.randbits(62)  # unique to this job
         self._most_ranks = 0  # most ranks that have run at once so far
-        self._signalled: float | None = None  # time of the first signal; a later one kills
-        self._heartbeats: HeartbeatReceiver | None = None
+        self._signals: dict[str, float] = {}  # receiver -> time of its first signal
+        self._heartbeats = HeartbeatReceiver(rendezvous.secret.encode())
         self._silent: list[str] = []  # processes whose silence ended the last generation
         run = os.environ.get(LAUNCH_VARIABLE)
         self._records = HostRecords(Path(run), say) if run else None
@@ -181,9 +158,6 @@ class ElasticDriver:
         self._discoverer.start()
 
     # --- interface for launchers -------------------------------------------
-
-    def create_rendezvous_handler(self) -> type:
-        return make_handler(self)
 
     def wait_for_available_slots(self, min_num_proc: int) -> None:
         """Wait until discovery finds `min_num_proc` slots; exit the launcher on a timeout."""
@@ -209,18 +183,14 @@ class ElasticDriver:
             return interfaces.for_launcher(names, env, list(self._state.hosts.slots))
 
     def handle_signals(self) -> None:
-        """Handle signals.
-
-        On a signal that asks for an end the ranks write a checkpoint and end. A later signal, or
-        SIGINT, ends them at once.
-        """
+        """Handle the signals that this process receives, see `signal`."""
         for number in requests():
-            handle(number, self._on_signal)
+            handle(number, lambda number, _: self.signal(number))
 
-    def start(self, starter: Starter, num_proc: int) -> None:
-        """Start `num_proc` processes and the driver's thread."""
+    def start(self, hub: Hub, num_proc: int) -> None:
+        """Start `num_proc` processes through the hub, and the driver's thread."""
         with self._changed:
-            self._starter = starter
+            self._hub = hub
             self._listen()
             now = time.monotonic()
             actions = start_processes(self._state, num_proc, now)
@@ -229,20 +199,16 @@ class ElasticDriver:
                 self._perform(action, now)
         threading.Thread(target=self._run, daemon=True).start()
 
-    def take_over(self, starter: Starter, found: JobRecord) -> None:
+    def take_over(self, hub: Hub, found: JobRecord) -> None:
         """Continue a job that another driver began; nothing changes for its ranks."""
         with self._changed:
-            self._starter, self._job = starter, found.job
-            old = self._state
-            limits = (old.min_np, old.max_np, old.timeout, old.reset_limit)
-            self._state = job_record.rebuild(found, time.monotonic(), *limits)
-            self._state.horovod_script = old.horovod_script
+            self._hub, self._job = hub, found.job
+            job_record.restore(found, self._state, time.monotonic())
             self._listen()
-            ranks = job_record.ranks(self._state)
+            ranks = self._state.alive("running")
             if ranks:
                 self._set_plan(assign(ranks), found.generations - 1)
-            if self._heartbeats is not None:
-                self._heartbeats.begin([process.number for process in ranks])
+            self._heartbeats.begin([process.number for process in ranks])
         threading.Thread(target=self._run, daemon=True).start()
 
     def state_is_elsewhere(self, lost_hosts: Collection[str]) -> bool:
@@ -271,12 +237,9 @@ class ElasticDriver:
     def _listen(self) -> None:
         """Listen for heartbeats; if the port is taken, timeouts alone detect failures."""
         try:
-            secret = getattr(self._rendezvous, "secret", None) or ""
-            self._heartbeats = HeartbeatReceiver(_port_of(self._rendezvous), secret.encode())
+            self._heartbeats.listen(self, self._rendezvous.port)
         except OSError as error:
             say(f"heartbeats cannot be received: {error}")
-            return
-        self._heartbeats.listen(self)
 
     def wait(self) -> int:
         """Wait for the end of the job; return its exit code."""
@@ -294,14 +257,21 @@ class ElasticDriver:
         """Run a discovery soon: the hosts have changed."""
         self._hosts_changed.set()
 
-    def request_stop(self) -> None:
-        """Ask the ranks to write a checkpoint and end."""
-        self._state.stop_requested = True
+    def signal(self, number: int, receiver: str = "", at: float | None = None) -> None:
+        """Ask the ranks to write a checkpoint and end: a signal was received.
 
-    def kill(self, exit_code: int) -> None:
-        """End all processes at once."""
-        with self._changed:
-            self._kill(exit_code)
+        SIGINT, or a later signal to the same receiver, ends all processes at once.
+
+        Args:
+            receiver: host of the agent that has received it; "": this process.
+            at: time.monotonic() of the signal; default: now.
+        """
+        at = at or time.monotonic()
+        first = self._signals.setdefault(receiver, at)
+        if number == signal.SIGINT or at - first > PAIR_SECONDS:
+            with self._changed:
+                self._kill(128 + number)
+        self._state.stop_requested = True
 
     # --- the driver's thread -------------------------------------------------
 
@@ -364,12 +334,11 @@ class ElasticDriver:
             case StartProcess():
                 self._start_process(action)
             case EndProcess(number):
-                assert self._starter is not None
-                self._starter.end(number)
-            case RemoveProcess(number):
-                self._answer({number: _EXCLUDED})
-            case RefuseProcess(number, reason):
-                self._answer({number: {**_EXCLUDED, "reason": reason}})
+                assert self._hub is not None
+                self._hub.end(number)
+            case RemoveProcess(number, refused):
+                reason = {"reason": refused} if refused else {}
+                self._answer({number: _EXCLUDED | reason})
             case MakeSpares(numbers):
                 self._answer({n: _SPARE for n in numbers if self._state.processes[n].spare})
             case FormGeneration():
@@ -378,8 +347,7 @@ class ElasticDriver:
             case EndGeneration(generation, ranks):
                 # Ranks in the rendezvous would wait for the lost rank's addresses.
                 self._rendezvous.init([], _NO_GENERATION)
-                if self._heartbeats is not None:
-                    self._heartbeats.announce_over(ranks, generation)
+                self._heartbeats.announce_over(ranks, generation)
             case EndJob():
                 self._end_all()
             case ReportResult(exit_code):
@@ -390,20 +358,18 @@ class ElasticDriver:
         slots = self._state.hosts.slots[action.host]
         slot_info = SlotInfo(action.host, action.number, action.slot, 0, action.size, slots, 1)
         process = self._state.processes[action.number]
-        assert self._starter is not None
-        self._starter.start(slot_info, lambda code: self._on_exit(process, code))
+        assert self._hub is not None
+        self._hub.start(slot_info, lambda code: self._on_exit(process, code))
 
     def _on_exit(self, process: TrainingProcess, code: int) -> None:
         with self._changed:
-            if self._heartbeats is not None:
-                self._heartbeats.drop(process.number)
+            self._heartbeats.drop(process.number)
             self._act_on(self._state.exited(process, code, time.monotonic()))
 
     def _begin_generation(self, action: FormGeneration) -> None:
         """Give processes their ranks, which `join` returns to them."""
         self._set_plan(action.plan, action.number)
-        if self._heartbeats is not None:
-            self._heartbeats.begin(action.processes)
+        self._heartbeats.begin(action.processes)
         answers: dict[int, dict[str, Any]] = {}
         places = reported_places([self._state.processes[number] for number in action.processes])
         for slot, number in zip(action.plan, action.processes, strict=True):
@@ -426,8 +392,7 @@ class ElasticDriver:
 
     def _answer(self, answers: Mapping[int, dict[str, Any]]) -> None:
         self._answers.update(answers)
-        self._answered.notify_all()
-        self.on_answers(answers)
+        self._rendezvous.answer(answers)
 
     def _act_on(self, message: str) -> None:
         """Print the message of an event, and act on the event at once."""
@@ -435,9 +400,9 @@ class ElasticDriver:
             say(message)
         self._act()
 
-    # --- requests of processes, through rendezvous.py ----------------------
+    # --- requests of processes, through request_server.py ------------------
 
-    def join(self, number: int, seconds: float, status: dict[str, Any]) -> dict[str, Any] | None:
+    def join(self, number: int, status: dict[str, Any]) -> dict[str, Any] | None:
         """Return the ranks of a process in the next generation; None: not yet, ask again.
 
         Args:
@@ -452,15 +417,12 @@ class ElasticDriver:
             one and must ask again. "spare" is repeated until the process has run again, because
             an answer may be lost.
         """
-        deadline = time.monotonic() + seconds
         with self._changed:
             self.request(number, status)
             process = self._state.process(number)
             if process is None or not self._takes_part(process):
                 unfinished = process is not None and self._state.unfinished(process)
                 return {**_EXCLUDED, "reason": _UNFINISHED} if unfinished else _EXCLUDED
-            while number not in self._answers and (left := deadline - time.monotonic()) > 0:
-                self._answered.wait(left)
             if process.state == "removed":  # the process asks again if the answer is lost
                 return self._answers.get(number)
             return self._answers.pop(number, _SPARE if process.spare else None)
@@ -494,7 +456,7 @@ class ElasticDriver:
         with self._changed:
             self._record_request(number)
 
-    def failed(self, number: int, message: str, step: int | None) -> None:
+    def failed(self, number: int, message: str, step: int | None = None) -> None:
         """Record why a process is about to end; `step`: the step in which it raised an error."""
         with self._changed:
             process = self._record_request(number)
@@ -530,18 +492,10 @@ class ElasticDriver:
         if process is None or process.state in ("gone", "lost"):
             return None
         process.responded = True
-        if self._heartbeats is not None:
-            self._heartbeats.answered(number)
+        self._heartbeats.answered(number)
         return process
 
-    # --- signals and discovery -----------------------------------------------
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        self._signalled = self._signalled or now
-        if number == signal.SIGINT or now - self._signalled > PAIR_SECONDS:
-            self._kill(128 + number)
-        self._state.stop_requested = True
+    # --- discovery -----------------------------------------------------------
 
     def _discover(self) -> None:
         if self._records is not None:
@@ -642,18 +596,14 @@ class ElasticDriver:
     def _end_all(self) -> None:
         self._shutdown.set()
         self._hosts_changed.set()
-        if self._starter is not None:
-            self._starter.end_all()
+        if self._hub is not None:
+            self._hub.end_all()
 
     def _finish(self, code: int) -> None:
         """Report the exit code; the job is over."""
-        if self._verbose and self._heartbeats is not None:
+        if self._verbose:
             detector = self._heartbeats.detector
             longest, phi = detector.longest, detector.phi
             say(f"heartbeats: the longest delay was {longest:.2f} s (phi {phi:.0f})")
         self._exit_code = code if code >= 0 else 128 - code
         self._finished.set()
-
-
-def _port_of(server: Any) -> int:
-    return int(server.port if hasattr(server, "port") else server._httpd.server_address[1])

@@ -44,18 +44,24 @@ _NO_WITNESS_SECONDS = 60.0
 THIS_HOST = ""
 
 
-class HeartbeatArrivals:
-    """Arrival times of one process's heartbeats. All times are in seconds.
+class TrackedProcess:
+    """State of a process as its heartbeats show it. All times are in seconds.
 
     Args:
+        host: address of its host, or THIS_HOST.
         now: arrival time of the first heartbeat, by any monotonic clock.
 
     Attributes:
         last: arrival time of the last heartbeat, plus the time excused by `excuse`.
+        given_up: the process counts as gone.
+        answered: the process responded over TCP after its heartbeats were overdue, or while
+            acknowledgements did not reach it. Until an acknowledged heartbeat, its silence shows
+            only that datagrams are lost.
     """
 
-    def __init__(self, now: float) -> None:
-        self.last = now
+    def __init__(self, host: str, now: float) -> None:
+        self.host, self.last = host, now
+        self.given_up = self.answered = False
         self._delays: deque[float] = deque(maxlen=_WINDOW)
 
     def record(self, now: float) -> None:
@@ -119,24 +125,6 @@ class Silence:
 
 
 @dataclass
-class _TrackedProcess:
-    """State of a process as its heartbeats show it.
-
-    Args:
-        host: address of its host, or THIS_HOST.
-        given_up: the process counts as gone.
-        answered: the process responded over TCP after its heartbeats were overdue, or while
-            acknowledgements did not reach it. Until an acknowledged heartbeat, its silence shows
-            only that datagrams are lost.
-    """
-
-    host: str
-    arrivals: HeartbeatArrivals
-    given_up: bool = False
-    answered: bool = False
-
-
-@dataclass
 class Verdicts:
     """Result of one check of all processes.
 
@@ -168,7 +156,7 @@ class FailureDetector:
     """
 
     def __init__(self, most: float) -> None:
-        self._tracked: dict[int, _TrackedProcess] = {}
+        self._tracked: dict[int, TrackedProcess] = {}
         self._ranks: frozenset[int] = frozenset()
         # Last heartbeat of a witness. Key: False = on any host, True = on another host.
         self._witnessed: dict[bool, float] = {}
@@ -186,7 +174,7 @@ class FailureDetector:
 
     def mute(self, number: int, host: str, now: float) -> None:
         """Suspend verdicts on a process until `_ENOUGH` more delays are recorded."""
-        self._tracked[number] = _TrackedProcess(host, HeartbeatArrivals(now))
+        self._tracked[number] = TrackedProcess(host, now)
 
     def beat(self, number: int, host: str, now: float, acknowledged: bool = True) -> Silence | None:
         """Record a heartbeat; return the silence that it ends if the process was given up.
@@ -198,7 +186,7 @@ class FailureDetector:
         if tracked is None:
             self.mute(number, host, now)
         else:
-            silence, phi = tracked.arrivals.silence(now), tracked.arrivals.phi(now)
+            silence, phi = tracked.silence(now), tracked.phi(now)
             if tracked.given_up:
                 # A false alarm: from now on tolerate twice this delay of every process.
                 back = Silence(number, silence, self._least, phi)
@@ -208,14 +196,14 @@ class FailureDetector:
         if number in self._ranks:
             self._witness(host, now)
         if tracked is not None:
-            tracked.arrivals.record(now)
+            tracked.record(now)
             tracked.given_up, tracked.answered = False, not acknowledged
         return back
 
     def answered(self, number: int, now: float) -> None:
         """Record a request of a process over TCP; safe to call from any thread."""
         tracked = self._tracked.get(number)
-        if tracked is not None and tracked.arrivals.silence(now) > _OVERDUE_SECONDS:
+        if tracked is not None and tracked.silence(now) > _OVERDUE_SECONDS:
             tracked.answered = True
 
     def look(self, now: float) -> Verdicts:
@@ -224,19 +212,19 @@ class FailureDetector:
         ranks = [one for number, one in processes if number in self._ranks and not one.given_up]
         self._several = len({rank.host for rank in ranks} - {THIS_HOST}) > 1
         for number, tracked in processes:
-            seconds = tracked.arrivals.silence(now)
-            if tracked.given_up or seconds <= self._least or not tracked.arrivals.enough:
+            seconds = tracked.silence(now)
+            if tracked.given_up or seconds <= self._least or not tracked.enough:
                 continue  # nearly all processes: skip the arithmetic
-            confirmed = tracked.arrivals.silence(self._confirmed(tracked, now))
+            confirmed = tracked.silence(self._confirmed(tracked, now))
             if confirmed <= self._least and not tracked.answered:
                 # A thousand processes may get here at once: for them the arithmetic below would
                 # take longer than the time between two checks.
                 verdicts.common_silence = max(verdicts.common_silence, seconds)
                 continue
-            bound = tracked.arrivals.bound(self._least, self._most)
+            bound = tracked.bound(self._least, self._most)
             if bound is None or seconds <= bound:
                 continue
-            silence = Silence(number, seconds, bound, tracked.arrivals.phi(now))
+            silence = Silence(number, seconds, bound, tracked.phi(now))
             if tracked.answered:
                 verdicts.lost_datagrams.append(silence)
                 self.mute(number, tracked.host, now)
@@ -261,15 +249,15 @@ class FailureDetector:
                 for other in list(self._tracked.values()):
                     if self._needs_witness_elsewhere(other) == elsewhere:
                         # A process that is not a witness may have sent a heartbeat meanwhile.
-                        other.arrivals.excuse(min(unwitnessed, other.arrivals.silence(now)))
+                        other.excuse(min(unwitnessed, other.silence(now)))
             self._witnessed[elsewhere] = now
 
-    def _confirmed(self, tracked: _TrackedProcess, now: float) -> float:
+    def _confirmed(self, tracked: TrackedProcess, now: float) -> float:
         """Return the time until which witnesses confirm that its heartbeats could arrive."""
         witnessed = self._witnessed.get(self._needs_witness_elsewhere(tracked))
         if witnessed is None:
-            return tracked.arrivals.last
+            return tracked.last
         return now if now - witnessed > _NO_WITNESS_SECONDS else min(now, witnessed + BEAT_SECONDS)
 
-    def _needs_witness_elsewhere(self, tracked: _TrackedProcess) -> bool:
+    def _needs_witness_elsewhere(self, tracked: TrackedProcess) -> bool:
         return self._several and tracked.host != THIS_HOST

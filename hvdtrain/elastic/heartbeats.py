@@ -225,24 +225,14 @@ class HeartbeatReceiver:
     """The driver's end of the heartbeats: receives them and reports silent processes.
 
     Args:
-        port: UDP port to listen on; 0 = any.
         secret: of the job.
 
     Attributes:
-        port: UDP port that it listens on.
         detector: classifies the processes.
-
-    Raises:
-        OSError: the port is taken.
     """
 
-    def __init__(self, port: int, secret: bytes) -> None:
+    def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-        self._socket.bind(("", port))
-        self._socket.settimeout(_LOOK_SECONDS)
-        self.port: int = self._socket.getsockname()[1]
         self.detector = FailureDetector(environment.answer_seconds(1))
         self._clocks: dict[int, int] = {}
         self._addresses: dict[int, tuple[str, int]] = {}  # where each rank listens
@@ -250,9 +240,21 @@ class HeartbeatReceiver:
         self._over: dict[int, int] = {}  # process -> its generation, which is over
         self._common_silence = False
 
-    def listen(self, listener: Listener) -> None:
-        """Start a thread that calls the listener."""
+    def listen(self, listener: Listener, port: int) -> int:
+        """Start a thread that calls the listener; return the UDP port.
+
+        Args:
+            port: UDP port to listen on; 0 = any.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+        self._socket.bind(("", port))
+        self._socket.settimeout(_LOOK_SECONDS)
         threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
+        return int(self._socket.getsockname()[1])
 
     def announce_over(self, numbers: Iterable[int], generation: int) -> None:
         """Send OVER to processes now, and in response to each heartbeat until `begin`."""

@@ -12,23 +12,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from signal import SIGINT
 from typing import IO, Any
 
 from horovod.runner.common.util import env as horovod_env
-from horovod.runner.common.util.hosts import SlotInfo
-from horovod.runner.http.http_server import RendezvousServer
 from horovod.runner.util import network
 
 from hvdtrain.agent import protocol
 from hvdtrain.agent.connections import raise_file_limit
-from hvdtrain.agent.hub import Hub
+from hvdtrain.agent.hub import Hub, Slot
 from hvdtrain.agent.invitation import Invitation
 from hvdtrain.agent.output import rank_prefix, show
 from hvdtrain.agent.started import StartedAgents, ssh_command
 from hvdtrain.elastic.command import horovod_script, runs_hvdtrain
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.rendezvous import environment_of
+from hvdtrain.elastic.request_server import RequestServer
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.runtime import interfaces
 from hvdtrain.runtime.queued_output import Destination, queued, say
@@ -71,7 +69,7 @@ def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
     script = horovod_script(command)
     command = script or command
     key, files_before = secrets.token_bytes(32), raise_file_limit()
-    rendezvous = RendezvousServer(settings.verbose, protocol.rendezvous_secret(key))
+    rendezvous = RequestServer(protocol.rendezvous_secret(key))
     driver = ElasticDriver(
         rendezvous,
         settings.discovery,
@@ -83,15 +81,24 @@ def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
         verbose=settings.verbose,
         horovod_script=script is not None,
     )
-    port = rendezvous.start(driver.create_rendezvous_handler())
+    port = rendezvous.start(driver)
     driver.wait_for_available_slots(settings.num_proc)
     env, address = driver.choose_interfaces(settings.nics, env)
     driver.handle_signals()
     files = _Files(settings.output_filename, settings.num_proc)
     prefix = _with_time if settings.prefix_output_with_timestamp else rank_prefix
     output = partial(show, prefix=prefix, copy=files.write)
-    hub = Hub(key, _DRIVER_SECONDS, command, os.getcwd(), output, _SignalsOfAgents(driver).on, say)
-    hub.on_start(lambda slot, _: environment_of(slot, address, port))
+    hub = _HorovodHub(
+        key,
+        _DRIVER_SECONDS,
+        command,
+        os.getcwd(),
+        output,
+        lambda host, number: driver.signal(number, host),
+        say,
+    )
+    hub.shown = command if settings.verbose else None
+    hub.environment = lambda slot, _: environment_of(slot, address, port)
     invitation = Invitation(
         interfaces.addresses_from(address),
         hub.port,
@@ -103,7 +110,7 @@ def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
     hub.start_agents_with(agents.start)
     code = EXIT_CRASH
     try:
-        driver.start(_Processes(hub, command if settings.verbose else None), settings.num_proc)
+        driver.start(hub, settings.num_proc)
         code = driver.wait()
         driver.stop()
     finally:
@@ -112,41 +119,25 @@ def _run(settings: Any, env: Mapping[str, str], command: Sequence[str]) -> int:
     return code
 
 
-class _Processes:
-    """The driver's way to start processes: through the hub, with Horovod's messages.
+class _HorovodHub(Hub):
+    """A hub that prints Horovod's messages about processes.
 
-    Args:
-        command: printed at each start; None: not printed.
+    Attributes:
+        shown: command that is printed at each start; None: not printed.
     """
 
-    def __init__(self, hub: Hub, command: Sequence[str] | None) -> None:
-        self._hub, self._command = hub, command
-        self.end, self.end_all = hub.end, hub.end_all
+    shown: Sequence[str] | None = None
 
-    def start(self, slot: SlotInfo, on_exit: Callable[[int], None]) -> None:
-        if self._command is not None:
-            print(f"{list(self._command)}\n", end="")
+    def start(self, slot: Slot, on_exit: Callable[[int], None]) -> None:
+        if self.shown is not None:
+            print(f"{list(self.shown)}\n", end="")
 
         def ended(code: int) -> None:
             if code:
                 print(f"Process {slot.rank} exit with status code {code}.\n", end="")
             on_exit(code)
 
-        self._hub.start(slot, ended)
-
-
-class _SignalsOfAgents:
-    """Signals that agents received: the ranks write a checkpoint and end, or end at once."""
-
-    def __init__(self, driver: ElasticDriver) -> None:
-        self._driver = driver
-        self._hosts: set[str] = set()
-
-    def on(self, host: str, number: int) -> None:
-        if number == SIGINT or host in self._hosts:
-            self._driver.kill(128 + number)
-        self._hosts.add(host)
-        self._driver.request_stop()
+        super().start(slot, ended)
 
 
 class _Files:

@@ -8,18 +8,18 @@ recorded: processes repeat their requests. The size is bounded by the number of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from hvdtrain.elastic.decisions import JobState, StartProcess
-from hvdtrain.elastic.processes import Slots, TrainingProcess, in_order
+from hvdtrain.elastic.processes import TrainingProcess
 from hvdtrain.elastic.status import Identity, ProcessStatus, StepFailures
 from hvdtrain.untrusted import checked
 
 
 @dataclass(frozen=True)
 class RecordedProcess:
-    """A process that has not ended. `status`: of ProcessStatus, without the identity."""
+    """Fields of a process that has not ended. `status`: of ProcessStatus, without the identity."""
 
     number: int
     host: str
@@ -75,22 +75,14 @@ def record(job: int, state: JobState, starts: Sequence[StartProcess] = ()) -> Jo
         return asdict(process.status) | {"identity": index, "message": ""}
 
     processes = [
-        RecordedProcess(
-            number=p.number,
-            host=p.host,
-            slot=p.slot,
-            state=p.state,
-            first_generation=p.first_generation,
-            spare=p.spare,
-            transfers_failed=p.transfers_failed,
-            host_retired=p.host_retired,
-            must_end=p.must_end,
-            status=status_of(p),
-        )
-        for p in state.processes
-        if p.state != "gone"
+        {f.name: getattr(process, f.name) for f in fields(RecordedProcess)}
+        | {"status": status_of(process)}
+        for process in state.processes
+        if process.state != "gone"
     ]
-    processes += [RecordedProcess(s.number, s.host, s.slot, "starting") for s in starts]
+    for start in starts:
+        new = RecordedProcess(start.number, start.host, start.slot, "starting")
+        processes.append(asdict(new))
     return JobRecord(
         job=job,
         next_number=len(state.processes) + len(starts),
@@ -100,11 +92,11 @@ def record(job: int, state: JobState, starts: Sequence[StartProcess] = ()) -> Jo
         failed=state.failed,
         failed_generations=state.failed_generations,
         counted_generations=state.counted_generations,
-        failures=state.failures.as_json(),
+        failures=asdict(state.failures),
         stop_requested=state.stop_requested,
         identities=[asdict(identity) for identity in identities],
         identity=state.identity and [asdict(state.identity[0]), state.identity[1]],
-        processes=[asdict(process) for process in processes],
+        processes=processes,
     )
 
 
@@ -125,47 +117,29 @@ def live(found: JobRecord) -> dict[int, str]:
     return {int(p["number"]): str(p["host"]) for p in found.processes}
 
 
-def rebuild(
-    found: JobRecord,
-    now: float,
-    min_np: int,
-    max_np: int,
-    timeout: float,
-    reset_limit: int | None,
-) -> JobState:
-    """Return the state of a recorded job in a new driver, whose clock shows `now`.
+def restore(found: JobRecord, state: JobState, now: float) -> None:
+    """Set the state of a recorded job in a new driver, whose clock shows `now`.
 
     Processes that have ended since are reported like any others, by `JobState.exited`.
     """
-    state = JobState(min_np, max_np, timeout, Slots(None), reset_limit)
     state.hosts.slots = dict(found.hosts)
     state.processes = [
         TrainingProcess(number, "", 0, "gone", now) for number in range(found.next_number)
     ]
     identities = [Identity(**identity) for identity in found.identities]
-    for fields in found.processes:
-        one = RecordedProcess(**fields)
-        process = state.processes[one.number]
-        process.host, process.slot, process.state = one.host, one.slot, one.state
-        process.first_generation, process.spare = one.first_generation, one.spare
-        process.transfers_failed, process.host_retired = one.transfers_failed, one.host_retired
-        process.must_end = one.must_end
-        if one.status is not None:
-            identity = identities[one.status["identity"]]
-            process.status = ProcessStatus(**one.status | {"identity": identity})
+    for recorded in found.processes:
+        process = TrainingProcess(**recorded, since=now)
+        if (status := recorded.get("status")) is not None:
+            identity = identities[status["identity"]]
+            process.status = ProcessStatus(**status | {"identity": identity})
         process.leave(process.host_retired, now)
+        state.processes[process.number] = process
     state.generations, state.newcomers = found.generations, tuple(found.newcomers)
     if not state.generations:
-        state.begin_again_until = now + timeout
+        state.begin_again_until = now + state.timeout
     state.failed, state.failed_generations = found.failed, found.failed_generations
     state.counted_generations = found.counted_generations
-    state.failures = StepFailures.of_json(found.failures)
+    state.failures = StepFailures.of(found.failures)
     state.stop_requested = found.stop_requested
     if found.identity is not None:
         state.identity = Identity(**found.identity[0]), str(found.identity[1])
-    return state
-
-
-def ranks(state: JobState) -> list[TrainingProcess]:
-    """Return the processes of the current generation in the order of their ranks."""
-    return in_order(state.alive("running"))

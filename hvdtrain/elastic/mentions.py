@@ -48,7 +48,7 @@ def uses(script: Path, package: str, part: str, directories: Sequence[str]) -> b
             continue
         if _mentions(tree, package, part):
             return True
-        for name, level in _imports(tree):
+        for name, level, _ in _imports(tree):
             # A relative import begins in the directory of its own package.
             parents = [str(parent) for parent in path.parents]
             waiting += _files_of(name, parents[level - 1 : level] if level else directories)
@@ -64,14 +64,16 @@ def _parsed(path: Path) -> ast.AST | None:
         return None
 
 
-def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield the name of each imported module, or of what may be one, and its relative level."""
+def _imports(tree: ast.AST) -> Iterator[tuple[str, int, str]]:
+    """Yield what is imported, and may be a module, its relative level, and the name it gets."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, 0) for alias in node.names)
+            yield from ((one.name, 0, one.asname or one.name.split(".")[0]) for one in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = f"{node.module}." if node.module else ""
-            yield from ((module + alias.name, node.level) for alias in node.names)
+            yield from (
+                (module + one.name, node.level, one.asname or one.name) for one in node.names
+            )
 
 
 def _files_of(name: str, directories: Sequence[str]) -> list[Path]:
@@ -96,28 +98,14 @@ def _mentions(tree: ast.AST, package: str, part: str) -> bool:
     Examples: hvd.elastic after `import horovod.torch as hvd`, and
     `from horovod.torch.elastic import run`.
     """
-    imported: list[str] = []
-    names: set[str] = set()  # bound to the package or one of its modules
-    attributes: list[ast.expr] = []  # that have the attribute `part`
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found = {alias.name: alias.asname or alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found = {
-                f"{node.module}.{alias.name}": alias.asname or alias.name for alias in node.names
-            }
-        else:
-            if isinstance(node, ast.Attribute) and node.attr == part:
-                attributes.append(node.value)
-            continue
-        ours = [path for path in found if path.split(".")[0] == package]
-        imported += ours
-        names.update(found[path] for path in ours)
-    if f"{package}.*" in imported:
-        return any(isinstance(node, ast.Name) and node.id == part for node in ast.walk(tree))
-    return any(part in path.split(".") for path in imported) or any(
-        _root(value) in names for value in attributes
-    )
+    found = [(path.split("."), name) for path, level, name in _imports(tree) if not level]
+    ours = [(words, name) for words, name in found if words[0] == package]
+    names = {name for _, name in ours}  # bound to the package or one of its modules
+    nodes = list(ast.walk(tree))
+    if ([package, "*"], "*") in ours:
+        return any(isinstance(node, ast.Name) and node.id == part for node in nodes)
+    attributes = [one.value for one in nodes if isinstance(one, ast.Attribute) and one.attr == part]
+    return any(part in words for words, _ in ours) or any(_root(one) in names for one in attributes)
 
 
 def _root(value: ast.expr) -> str:

@@ -1,7 +1,6 @@
 """HTTP protocol between the elastic driver and processes.
 
-Under horovodrun the server is Horovod's key-value store; under `hvdtrain launch` without hosts it
-is request_server.py.
+request_server.py is the server.
 
 GET /news/NUMBER     {"stop": bool, "hosts": bool}
 POST /join/NUMBER    requests the process's ranks. Body: the process's status (status.py).
@@ -31,7 +30,7 @@ import socket
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.agent import driver_file
 from hvdtrain.errors import UserError
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 
 # Fields of a rank's assignment, as in Horovod's variables HOROVOD_RANK and so on.
 RANKS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-# How long the server holds a request that it cannot answer yet.
-_HOLD_SECONDS = 1.0
 _REPLY_SECONDS = 5.0
 _FOLLOW_SECONDS = 1.5  # to connect to a driver that another one may have replaced
 _PROBE_SECONDS = 1.0
@@ -64,92 +61,6 @@ def environment_of(slot: Slot, address: str, port: int) -> dict[str, str]:
         "HOROVOD_ELASTIC": "1",
         "PYTHONUNBUFFERED": "1",
     }
-
-
-class Driver(Protocol):
-    """The driver's methods that the request handler calls."""
-
-    def join(
-        self, number: int, seconds: float, status: dict[str, Any]
-    ) -> dict[str, Any] | None: ...
-
-    def request(self, number: int, status: dict[str, Any]) -> bool: ...
-
-    def news(self, number: int) -> dict[str, bool]: ...
-
-    def alive(self, number: int) -> None: ...
-
-    def failed(self, number: int, message: str, step: int | None) -> None: ...
-
-    def replace(self, number: int, message: str) -> None: ...
-
-    def leave(self, number: int, message: str, cause: str = "") -> None: ...
-
-    def stuck(self, number: int, message: str) -> None: ...
-
-
-def make_handler(driver: Driver) -> type:
-    """Return the request handler class of the launcher's HTTP server."""
-    from horovod.runner.http.http_server import RendezvousHandler
-
-    class Handler(RendezvousHandler):
-        def __init__(self, *arguments: Any) -> None:
-            # By default it looks up the current directory, which may have been deleted.
-            super().__init__(*arguments, directory=os.devnull)
-
-        def _get_value(self, scope: str, key: str) -> bytes | None:
-            if scope == "news":
-                return handle_get(driver, scope, key)
-            return super()._get_value(scope, key)
-
-        def _answer(self, path: list[str], body: bytes) -> tuple[int, bytes]:
-            if len(path) != 2:
-                return super()._answer(path, body)
-            try:
-                answer = handle_report(driver, path[0], int(path[1]), json.loads(body))
-            except (KeyError, TypeError, ValueError):  # another version of hvdtrain
-                return HTTPStatus.BAD_REQUEST, b""
-            if answer is None:
-                return HTTPStatus.NOT_FOUND, b""
-            return HTTPStatus.OK, json.dumps(answer).encode()
-
-    return Handler
-
-
-def handle_get(driver: Driver, what: str, key: str) -> bytes | None:
-    """Answer a GET request; None: there is no answer.
-
-    Raises:
-        ValueError: it is wrong.
-    """
-    if what == "news":
-        return json.dumps(driver.news(int(key))).encode()
-    return None
-
-
-def handle_report(
-    driver: Driver, what: str, number: int, body: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Answer a POST request; None: not yet.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is wrong.
-    """
-    if what == "join":
-        return driver.join(number, _HOLD_SECONDS, body)
-    if what == "alive":
-        driver.alive(number)
-    elif what == "failed":
-        driver.failed(number, body["message"], body.get("step"))
-    elif what == "replace":
-        driver.replace(number, body["message"])
-    elif what == "leave":
-        driver.leave(number, body["message"], body.get("cause", ""))
-    elif what == "stuck":
-        driver.stuck(number, body["message"])
-    else:
-        raise ValueError(what)
-    return {}
 
 
 class DriverAddress:
@@ -175,14 +86,46 @@ class DriverAddress:
     def ask(
         self, what: str, number: int, body: dict[str, Any] | None = None
     ) -> dict[str, Any] | None:
-        """Send a request to the driver, or to the driver that has replaced it; see `ask`."""
-        seconds = _REPLY_SECONDS if self._run is None else _FOLLOW_SECONDS
+        """Send a request to the driver, or to the driver that has replaced it.
+
+        Args:
+            body: JSON body of a POST; None: send a GET.
+
+        Returns:
+            The answer; None: there is none yet.
+
+        Raises:
+            OSError: the driver does not respond at all, or rejects the request.
+        """
         try:
-            return ask(*self.place, what, number, body, seconds)
+            return self._ask(what, number, body)
         except OSError:
             if not self.follow():
                 raise
-            return ask(*self.place, what, number, body, seconds)
+            return self._ask(what, number, body)
+
+    def _ask(self, what: str, number: int, body: dict[str, Any] | None) -> dict[str, Any] | None:
+        from horovod.runner.common.util import secret
+
+        seconds = _REPLY_SECONDS if self._run is None else _FOLLOW_SECONDS
+        connection = http.client.HTTPConnection(*self.place, timeout=seconds)
+        try:
+            connection.connect()
+            connection.sock.settimeout(_REPLY_SECONDS)
+            path = f"/{what}/{number}"
+            method, text = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
+            key = os.environ.get(secret.RENDEZVOUS_SECRET)
+            headers = secret.sign_request(key, method, path, text)
+            connection.request(method, path, text or None, headers)
+            response = connection.getresponse()
+            answer = response.read()
+        except http.client.HTTPException as error:
+            raise OSError(str(error)) from error
+        finally:
+            connection.close()
+        if response.status == HTTPStatus.BAD_REQUEST:
+            raise OSError("it rejects the request: is its hvdtrain another version?")
+        return json.loads(answer) if response.status == HTTPStatus.OK else None
 
     def follow(self) -> bool:
         """Adopt the address of a driver that has replaced this one; return whether there is one."""
@@ -214,42 +157,3 @@ def _connects(address: str, port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def ask(
-    address: str,
-    port: int,
-    what: str,
-    number: int,
-    body: dict[str, Any] | None = None,
-    connect_seconds: float = _REPLY_SECONDS,
-) -> dict[str, Any] | None:
-    """Send a request to the driver; return its answer, or None if it has none yet.
-
-    Args:
-        body: JSON body of a POST; None: send a GET.
-        connect_seconds: limit of the time to connect.
-
-    Raises:
-        OSError: the driver does not respond at all, or rejects the request.
-    """
-    from horovod.runner.common.util import secret
-
-    connection = http.client.HTTPConnection(address, port, timeout=connect_seconds)
-    try:
-        connection.connect()
-        connection.sock.settimeout(_REPLY_SECONDS)
-        path = f"/{what}/{number}"
-        method, text = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
-        key = os.environ.get(secret.RENDEZVOUS_SECRET)
-        headers = secret.sign_request(key, method, path, text)
-        connection.request(method, path, text or None, headers)
-        response = connection.getresponse()
-        answer = response.read()
-    except http.client.HTTPException as error:
-        raise OSError(str(error)) from error
-    finally:
-        connection.close()
-    if response.status == HTTPStatus.BAD_REQUEST:
-        raise OSError("it rejects the request: is its hvdtrain another version?")
-    return json.loads(answer) if response.status == HTTPStatus.OK else None

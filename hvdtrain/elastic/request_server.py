@@ -1,8 +1,8 @@
-"""HTTP server of the driver under `hvdtrain launch` without hosts: one thread, with an event loop.
+"""HTTP server of the elastic driver, which speaks the protocol of rendezvous.py: one event loop.
 
-It speaks the protocol of rendezvous.py, like Horovod's server under horovodrun. That server starts
-a thread per request; here a request that waits costs no thread. A rank sends two requests per
-generation, for its ranks and for the addresses of the others: both wait for all other ranks.
+Horovod's own server starts a thread per request; here a request that waits costs no thread. A rank
+sends two requests per generation, for its ranks and for the addresses of the others: both wait for
+all other ranks.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
 from horovod.runner.common.util import secret as signatures
 from horovod.runner.common.util.hosts import SlotInfo
 
-from hvdtrain.agent.connections import DriverConnections
-from hvdtrain.elastic.rendezvous import Driver, handle_get, handle_report
+from hvdtrain.agent.connections import DriverConnections, ServerThread
+from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.runtime.environment import answer_seconds
 from hvdtrain.runtime.queued_output import say
 from hvdtrain.untrusted import printable
@@ -38,13 +36,15 @@ _NONCE_BYTES = 8  # at the start of a row: distinguishes a repeated request from
 _REFUSED_SECONDS = 60.0  # between two messages about refused requests
 _STOP_SECONDS = 5.0
 
+_REPORTS = ("alive", "failed", "replace", "leave", "stuck")  # methods of the driver
+
 _Answer = tuple[int, bytes]
 _NOT_YET: _Answer = (HTTPStatus.NOT_FOUND, b"")
 _GIVEN_UP: _Answer = (HTTPStatus.CONFLICT, b"")
 _BAD: _Answer = (HTTPStatus.BAD_REQUEST, b"")
 
 
-class RequestServer:
+class RequestServer(ServerThread):
     """Serves the ranks of one driver.
 
     Args:
@@ -55,28 +55,26 @@ class RequestServer:
     """
 
     def __init__(self, secret: str) -> None:
+        super().__init__("requests")
         self.secret = secret
-        self._driver: Driver | None = None
+        self._driver: ElasticDriver | None = None
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}  # process -> its held requests
         # By generation and scope.
         self._exchanges: dict[tuple[int, str], _AddressExchange] = {}
         self._generation = 0  # other threads set it
         self._refused, self._refused_at = 0, -_REFUSED_SECONDS
-        self._loop = asyncio.new_event_loop()
         self._columns = asyncio.Semaphore(_COLUMNS)
         self._connections = DriverConnections(2, say)
-        self._stopped: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
-        self._ready = threading.Event()
-        self.port = 0
+        self._stopped = asyncio.Event()
+        self._socket = socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG)
+        self.port: int = self._socket.getsockname()[1]
 
     # --- called by the driver's threads --------------------------------------------------------
 
-    def start(self, driver: Driver) -> int:
+    def start(self, driver: ElasticDriver) -> int:
         """Serve requests; return the port."""
         self._driver = driver
         self._thread.start()
-        self._ready.wait()
         return self.port
 
     def init(self, plan: Sequence[SlotInfo], generation: int) -> None:
@@ -92,36 +90,17 @@ class RequestServer:
         self._call(self._answer, tuple(numbers))
 
     def stop(self) -> None:
-        self._call(self._stop)
+        self._call(self._stopped.set)
         self._thread.join(_STOP_SECONDS)
-
-    def _call(self, function: Any, *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(function, *arguments)
 
     # --- the loop's thread ---------------------------------------------------------------------
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve_all())
-        finally:
-            self._loop.close()
-
-    async def _serve_all(self) -> None:
-        listener = socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG)
-        self.port = listener.getsockname()[1]
-        serving = self._connections.serve(listener, self._serve, head_bytes=_HEAD_BYTES)
-        server = self._loop.create_task(serving)
-        self._ready.set()
-        await asyncio.wait({server, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
-        server.cancel()
-        with suppress(asyncio.CancelledError):
+    async def _serve(self) -> None:
+        serving = self._connections.serve(self._socket, self._answer_one, head_bytes=_HEAD_BYTES)
+        server, stopped = map(self._loop.create_task, (serving, self._stopped.wait()))
+        await asyncio.wait({server, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if server.done():
             await server  # it raises the error by which it has ended
-
-    def _stop(self) -> None:
-        if not self._stopped.done():
-            self._stopped.set_result(None)
 
     def _give_up_others(self, generation: int) -> None:
         for key in [key for key in self._exchanges if key[0] != generation]:
@@ -133,7 +112,7 @@ class RequestServer:
                 if not held.done():
                     held.set_result(None)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request, and close the connection."""
         try:
             answer = await self._request(reader, writer)
@@ -171,12 +150,11 @@ class RequestServer:
             return self._refuse(writer, first, "has another body than the one that was signed")
         assert self._driver is not None
         words = path.split("/")[1:]
-        if method == "GET" and len(words) == 2:
-            found = handle_get(self._driver, *words)
-            return _NOT_YET if found is None else (HTTPStatus.OK, found)
-        if method != "POST" or len(words) not in (2, 4):
-            return _BAD
         try:
+            if method == "GET" and words[0] == "news" and len(words) == 2:
+                return _found(self._driver.news(int(words[1])))
+            if method != "POST" or len(words) not in (2, 4):
+                return _BAD
             if len(words) == 4:
                 rank, size, generation = map(int, words[1:])
                 exchange = self._enter(words[0], rank, size, generation, body)
@@ -190,6 +168,11 @@ class RequestServer:
             return _BAD
 
     async def _report(self, what: str, number: int, body: dict[str, Any]) -> _Answer:
+        """Answer a POST request.
+
+        Raises:
+            TypeError, KeyError, ValueError: it is wrong.
+        """
         assert self._driver is not None
         if what == "join":
             if not self._driver.request(number, body):
@@ -198,10 +181,11 @@ class RequestServer:
                 others.add(held)
                 await asyncio.wait({held}, timeout=_JOIN_SECONDS)
                 others.discard(held)
-            found = self._driver.join(number, 0.0, body)
-        else:
-            found = handle_report(self._driver, what, number, body)
-        return _NOT_YET if found is None else (HTTPStatus.OK, json.dumps(found).encode())
+            return _found(self._driver.join(number, body))
+        if what not in _REPORTS:
+            return _BAD
+        getattr(self._driver, what)(number, **body)
+        return _found({})
 
     def _enter(
         self, scope: str, rank: int, size: int, generation: int, row: bytes
@@ -256,9 +240,13 @@ class RequestServer:
         if time.monotonic() - self._refused_at >= _REFUSED_SECONDS:
             self._refused_at = time.monotonic()
             sender = writer.get_extra_info("peername")[0]
-            say(f"refused a request of {sender}: {printable(request[:80])} {why}; "
+            say(f"refused a request of {sender}: '{printable(request[:80])}' {why}; "
                 f"{self._refused} refused so far")  # fmt: skip
         return HTTPStatus.FORBIDDEN, b""
+
+
+def _found(answer: dict[str, Any] | None) -> _Answer:
+    return _NOT_YET if answer is None else (HTTPStatus.OK, json.dumps(answer).encode())
 
 
 def _send(writer: asyncio.StreamWriter, status: int, value: bytes) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvdtrain.data.sample_facts import SampleFacts
@@ -154,6 +153,7 @@ class ProcessStatus:
         return cls(**fields | {"identity": Identity(**fields["identity"])})
 
 
+@dataclass
 class StepFailures:
     """Counts failures of each step, over all processes of a job, to end a job that cannot succeed.
 
@@ -167,36 +167,26 @@ class StepFailures:
         its first step, although no process died
         any other repeated failure of a step            the network, or the machines
 
-    Attributes:
+    Args:
+        errors: step -> errors that processes raised in it.
+        step, times: number of generations in a row that failed after this step.
         reason: why the job has to end; "": it does not.
     """
 
-    def __init__(self) -> None:
-        self._errors: Counter[int] = Counter()
-        self._step, self._times = -1, 0
-        self.reason = ""
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "errors": {str(step): times for step, times in self._errors.items()},
-            "step": self._step,
-            "times": self._times,
-            "reason": self.reason,
-        }
+    errors: dict[int, int] = field(default_factory=dict)
+    step: int = -1
+    times: int = 0
+    reason: str = ""
 
     @classmethod
-    def of_json(cls, fields: dict[str, Any]) -> StepFailures:
-        """Build the counts from the output of `as_json`."""
-        counts = cls()
-        counts._errors.update({int(step): times for step, times in fields["errors"].items()})
-        counts._step, counts._times = int(fields["step"]), int(fields["times"])
-        counts.reason = str(fields["reason"])
-        return counts
+    def of(cls, fields: dict[str, Any]) -> StepFailures:
+        """Build the counts from the output of dataclasses.asdict, also after JSON."""
+        errors = {int(step): times for step, times in fields["errors"].items()}
+        return cls(**fields | {"errors": errors})
 
     def count_error(self, step: int, message: str) -> None:
         """Count an error that a process raised in this step."""
-        self._errors[step] += 1
-        times = self._errors[step]
+        times = self.errors[step] = self.errors.get(step, 0) + 1
         if times >= _ERRORS_OF_A_STEP:
             self.reason = (
                 f"step {step} failed in {times} processes with an error of their own: {message}"
@@ -208,7 +198,7 @@ class StepFailures:
         Args:
             what: name of the step that failed; default: its number.
         """
-        self._times = self._times + 1 if step == self._step else 1
-        self._step = step
-        if self._times >= _FAILURES_OF_A_STEP:
-            self.reason = f"{what or f'step {step + 1}'} failed {self._times} times: {message}"
+        self.times = self.times + 1 if step == self.step else 1
+        self.step = step
+        if self.times >= _FAILURES_OF_A_STEP:
+            self.reason = f"{what or f'step {step + 1}'} failed {self.times} times: {message}"

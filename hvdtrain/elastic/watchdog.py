@@ -47,9 +47,10 @@ import psutil
 from hvdtrain.elastic.heartbeats import HeartbeatSender
 from hvdtrain.elastic.rendezvous import DriverAddress
 from hvdtrain.log import logger
+from hvdtrain.runtime.clock import Clock
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 from hvdtrain.runtime.signals import blocked, is_caught
-from hvdtrain.runtime.work import IDLE_TICKS, WATCHDOG, threads_named, work
+from hvdtrain.runtime.work import IDLE_TICKS, WATCHDOG, stat, threads_named, work
 from hvdtrain.untrusted import printable
 
 _LOOK_SECONDS = 0.25
@@ -112,19 +113,6 @@ def start(
     return process
 
 
-class Clock:
-    """Clock that advances at each look, by at most `_LONGEST_LOOK_SECONDS`."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._seen = time.monotonic()
-
-    def look(self) -> None:
-        seen = time.monotonic()
-        self.now += min(seen - self._seen, _LONGEST_LOOK_SECONDS)
-        self._seen = seen
-
-
 class Timer:
     """Measures how long a condition has been true."""
 
@@ -162,7 +150,7 @@ class HangDetector:
     ) -> None:
         self._hang_seconds = hang_seconds
         self._reachable, self._unreachable_seconds = reachable, unreachable_seconds
-        self._clock = clock = Clock()
+        self._clock = clock = Clock(_LONGEST_LOOK_SECONDS)
         self._stopped, self._orphan, self._cut_off = Timer(clock), Timer(clock), Timer(clock)
         self._no_beat, self._idle = Timer(clock), Timer(clock)
         self._seen: tuple[int, int] = (-1, -1)  # beats, work
@@ -290,12 +278,8 @@ def _watch(arguments: list[str]) -> int:
                 _note_later(stacks, f"not killed: {reason}, but its output is not read")
             unread = True
         elif reason:
-            end(
-                process,
-                f"{reason}, while {activity.name}",
-                stacks,
-                LauncherClient(driver, number),
-            )
+            notify = partial(_notify, driver, number)
+            end(process, f"{reason}, while {activity.name}", stacks, notify)
             os._exit(0)  # a thread of this process may hang with the rank
 
 
@@ -361,33 +345,32 @@ _KILL_SECONDS = 2.0  # the kernel needs less if it can end the process at all
 _NOTIFY_SECONDS = 20.0
 
 
-class LauncherClient:
-    """Client of the elastic launcher in a watchdog; does nothing without one."""
-
-    def __init__(self, driver: DriverAddress | None, number: int) -> None:
-        self._driver, self._number = driver, number
-
-    def notify(self, what: str, message: str, seconds: float) -> None:
-        """Send a message; retry for `seconds`."""
-        deadline = time.monotonic() + seconds
-        while self._driver is not None:
-            try:
-                self._driver.ask(what, self._number, {"message": message})
+def _notify(
+    driver: DriverAddress | None, number: int, what: str, message: str, seconds: float
+) -> None:
+    """Send a message to the elastic launcher, if there is one; retry for `seconds`."""
+    deadline = time.monotonic() + seconds
+    while driver is not None:
+        try:
+            driver.ask(what, number, {"message": message})
+            return
+        except OSError:
+            if time.monotonic() > deadline:
                 return
-            except OSError:
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(0.5)
+            time.sleep(0.5)
 
 
 def end(
-    process: psutil.Process, reason: str, stacks: Path | None, launcher: LauncherClient
+    process: psutil.Process,
+    reason: str,
+    stacks: Path | None,
+    notify: Callable[[str, str, float], None],
 ) -> None:
     """Write to `stacks` where the rank hangs, as far as that is visible, and kill the rank."""
-    launcher.notify("failed", f"killed by its watchdog: {reason}", 0.0)
+    notify("failed", f"killed by its watchdog: {reason}", 0.0)
     if stacks is not None:
         begun = threading.Event()
-        arguments = (process, reason, stacks, begun)
+        arguments = (process, f"killed by its watchdog: {reason}", stacks, begun)
         writing = threading.Thread(target=_report, args=arguments, daemon=True)
         writing.start()
         if begun.wait(_WRITE_SECONDS):
@@ -397,7 +380,7 @@ def end(
     while _lives(process.pid):
         if time.monotonic() > deadline:
             where = _where(process)
-            launcher.notify("stuck", f"SIGKILL does not end it ({where})", _NOTIFY_SECONDS)
+            notify("stuck", f"SIGKILL does not end it ({where})", _NOTIFY_SECONDS)
             return
         time.sleep(0.05)
 
@@ -414,10 +397,9 @@ def _name(process: psutil.Process, who: str, text: str, stacks: Path | None) -> 
 
 
 def _stuck(process: psutil.Process, text: str, stacks: Path, position: list[str]) -> None:
-    with suppress(OSError, psutil.Error, subprocess.SubprocessError):
+    with suppress(OSError):
         begin = stacks.stat().st_size if stacks.exists() else 0
-        _note(stacks, f"{text}\n" + _where(process).replace("; ", "\n"))
-        _dump(process, stacks)
+        _report(process, text, stacks, threading.Event())
         position += _positions(stacks.read_bytes()[begin:].decode(errors="replace"))
 
 
@@ -438,19 +420,15 @@ def _positions(text: str) -> list[str]:
 def _lives(pid: int) -> bool:
     """Whether any thread is alive: the process may be a zombie while a thread waits for a disk."""
     try:
-        states = [
-            (thread / "stat").read_text().rpartition(")")[2].split()[0]
-            for thread in Path(f"/proc/{pid}/task").iterdir()
-        ]
+        states = {stat(thread)[1][0] for thread in Path(f"/proc/{pid}/task").iterdir()}
     except OSError:
         return False
-    return not set(states) <= {"Z", "X"}
+    return not states <= {"Z", "X"}
 
 
-def _report(process: psutil.Process, reason: str, stacks: Path, begun: threading.Event) -> None:
+def _report(process: psutil.Process, text: str, stacks: Path, begun: threading.Event) -> None:
     with suppress(OSError, psutil.Error, subprocess.SubprocessError):
-        where = _where(process).replace("; ", "\n")
-        _note(stacks, f"killed by its watchdog: {reason}\n{where}")
+        _note(stacks, f"{text}\n" + _where(process).replace("; ", "\n"))
         begun.set()
         _dump(process, stacks)
 

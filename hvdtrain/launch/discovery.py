@@ -46,28 +46,35 @@ def answering(hosts: Sequence[Host], probe: Probe, timeout: float) -> list[Host]
 
     This host always counts as responding, under any of its names and addresses.
     """
-    deadline = time.monotonic() + timeout
-    answers: queue.SimpleQueue[tuple[Host, bool]] = queue.SimpleQueue()
+    end = time.monotonic() + timeout - _SPARE_SECONDS
+    others = [host.name for host in hosts if not _is_own_name(host.name)]
+    found = passing(others, lambda name: is_this_host(name) or probe(name, end), timeout)
+    return [host for host in hosts if _is_own_name(host.name) or host.name in found]
 
-    def ask(host: Host) -> None:
+
+def passing(names: Sequence[str], test: Callable[[str], bool], timeout: float) -> set[str]:
+    """Return the hosts that pass a test within `timeout` seconds; all are tested in parallel.
+
+    A test that raises OSError is not passed.
+    """
+    deadline = time.monotonic() + timeout
+    answers: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
+
+    def ask(name: str) -> None:
         yes = False
         with contextlib.suppress(OSError, UnicodeError):  # raised for a wrong name
-            yes = is_this_host(host.name) or probe(host.name, deadline - _SPARE_SECONDS)
-        answers.put((host, yes))
+            yes = test(name)
+        answers.put((name, yes))
 
-    asked = [host for host in hosts if not _is_own_name(host.name)]
-    for host in asked:
+    for name in names:
         # A daemon thread: name resolution cannot be interrupted, and must not delay the exit.
-        threading.Thread(target=ask, args=(host,), daemon=True).start()
-    alive = set(hosts) - set(asked)
-    for _ in asked:
-        try:
-            host, yes = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            break
-        if yes:
-            alive.add(host)
-    return [host for host in hosts if host in alive]
+        threading.Thread(target=ask, args=(name,), daemon=True).start()
+    found = set[str]()
+    with contextlib.suppress(queue.Empty):
+        for _ in names:
+            name, yes = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            found |= {name} if yes else set()
+    return found
 
 
 def is_this_host(name: str) -> bool:

@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hvdtrain.files import opened_in_place
 from hvdtrain.untrusted import checked, read_json
 
 _BYTES = 512  # constant size, written in place: works on a full disk, too
@@ -59,6 +60,11 @@ class Token:
     ended: bool = False
 
 
+def of_launch(run: Path) -> Path:
+    """Return the path of the token of the process that supervises a run."""
+    return run / f"{LAUNCH}owner"
+
+
 def moved(before: Token | None, token: Token | None) -> bool:
     """Whether the owner is alive: its heartbeat count has changed between two reads."""
     if before is None or token is None or token.ended:
@@ -81,13 +87,20 @@ def write(path: Path, token: Token) -> None:
         OSError: it cannot be written.
     """
     content = json.dumps(asdict(token)).ljust(_BYTES - 1) + "\n"
-    # Reopened each time: other hosts see the content of closed files.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    file = os.open(path, flags, 0o666)
-    try:
+    with opened_in_place(path, 0o666) as file:
         os.pwrite(file, content.encode(), 0)
-    finally:
-        os.close(file)
+
+
+def obstacle(path: Path) -> str:
+    """Return why a token cannot be written; "" if it can, or if there is none."""
+    try:
+        with opened_in_place(path) as file:
+            os.utime(file)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def now() -> float:

@@ -58,14 +58,14 @@ def work(pid: int) -> int:
     Raises:
         OSError: the rank is gone.
     """
-    done = _ticks(_stat(Path(f"/proc/{pid}"))[1], _ENDED_TICKS)
+    done = _ticks(stat(Path(f"/proc/{pid}"))[1], _ENDED_TICKS)
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # it has ended
             done += _work_of_thread(thread)
     for child in _descendants(pid):
         with suppress(OSError):  # it has ended
             directory = Path(f"/proc/{child}")
-            name, fields = _stat(directory)
+            name, fields = stat(directory)
             if name == WATCHDOG:
                 continue
             done += _ticks(fields, _OWN_TICKS) + _ticks(fields, _ENDED_TICKS)
@@ -74,16 +74,21 @@ def work(pid: int) -> int:
 
 
 def _work_of_thread(thread: Path) -> int:
-    name, fields = _stat(thread)
+    name, fields = stat(thread)
     if name == HOROVOD:
         return 0
     faults = int(fields[_MAJOR_FAULTS])
     return _ticks(fields, _OWN_TICKS) + _FAULT * faults + _blocks(thread, _DISK + _CALLS)
 
 
-def _stat(directory: Path) -> tuple[str, list[str]]:
-    """Return the name of a process or thread, and the fields after it."""
-    head, _, tail = (directory / "stat").read_text().rpartition(")")
+def stat(directory: Path) -> tuple[str, list[str]]:
+    """Return the name of a process or thread, and the fields of its `stat` after it.
+
+    Raises:
+        OSError: it has ended.
+    """
+    text = (directory / "stat").read_bytes().decode(errors="replace")
+    head, _, tail = text.rpartition(")")
     return head.partition("(")[2], tail.split()
 
 

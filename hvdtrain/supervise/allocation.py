@@ -35,7 +35,7 @@ from hvdtrain.agent import driver_file, guard, protocol
 from hvdtrain.agent.agent import DRIVER_NAME
 from hvdtrain.agent.connections import raise_file_limit
 from hvdtrain.agent.driver_file import DriverFile
-from hvdtrain.agent.hub import Hub, Slot
+from hvdtrain.agent.hub import Hub
 from hvdtrain.agent.output import show
 from hvdtrain.elastic import job_record
 from hvdtrain.elastic.driver import ElasticDriver
@@ -50,7 +50,7 @@ from hvdtrain.run_files.ownership import Ownership, TokenPace
 from hvdtrain.runtime import interfaces
 from hvdtrain.runtime.environment import launched, launched_local_rank, launched_rank, launched_size
 from hvdtrain.runtime.queued_output import flush, say
-from hvdtrain.runtime.signals import ASKING, PAIR_SECONDS, handle, requests
+from hvdtrain.runtime.signals import ASKING, handle, requests
 from hvdtrain.supervise import run_progress
 
 # The first generation waits so long for agents of hosts that are late; they join later.
@@ -178,7 +178,7 @@ def joins(plan: AllocationRun, patience: float = 0.0) -> bool:
     """
     if launched():
         return False
-    path = plan.run / f"{owner_token.LAUNCH}owner"
+    path = owner_token.of_launch(plan.run)
     command, began, first = driver_file.command_digest(plan.train), time.monotonic(), None
     while (passed := time.monotonic() - began) < _REPLACED_SECONDS:
         try:
@@ -225,8 +225,7 @@ class AllocationDriver:
         self._hub: Hub | None = None
         self._lease: Ownership | None = None
         self._driver: ElasticDriver | None = None
-        self._signals: dict[str, float] = {}  # its receiver -> time of the first signal
-        self._killed_by: int | None = None
+        self._signals: list[tuple[int, str, float]] = []  # arguments of ElasticDriver.signal
         self._signal_lock = threading.RLock()
         # A record that could not be written, and when the next attempt is due.
         self._unrecorded: tuple[JobRecord | None, float] | None = None
@@ -302,7 +301,7 @@ class AllocationDriver:
             _say,
             tls,
         )
-        hub.on_leave(self._on_leave)
+        hub.on_leave = self._on_leave
         _, address = interfaces.for_launcher(None, os.environ, [])
         content = replace(
             content,
@@ -354,11 +353,14 @@ class AllocationDriver:
         ready = threading.Event()
         driver.may_act = lambda: ready.is_set() and self._may_act(hub, driver)
         driver.record = self._record
-        hub.on_hosts(driver.discover)
-        hub.on_isolation(_step_down)
-        driver.on_answers = rendezvous.answer
+        hub.on_hosts = driver.discover
+        hub.on_isolation = _step_down
         port = rendezvous.start(driver)
-        hub.on_start(lambda slot, address: _environment(slot, address, port, plan))
+        more = {
+            FILE_VARIABLE: str(plan.run / driver_file.NAME),
+            TIMEOUT_VARIABLE: str(plan.driver_timeout),
+        }
+        hub.environment = lambda slot, address: environment_of(slot, address, port) | more
         content = replace(content, rendezvous=port)
         if found is None:
             _write(plan.run, content)
@@ -381,8 +383,8 @@ class AllocationDriver:
         driver.discover()
         with self._signal_lock:
             self._driver = driver
-            if self._signals:
-                self._stop()
+            for received in self._signals:
+                driver.signal(*received)
         code = driver.wait()
         driver.stop()
         return code
@@ -463,26 +465,17 @@ class AllocationDriver:
         self._on_signal("", number)
 
     def _on_signal(self, receiver: str, number: int) -> None:
-        now = time.monotonic()
+        received = (number, receiver, time.monotonic())
         with self._signal_lock:
-            first = self._signals.setdefault(receiver, now)
-            if number == signal.SIGINT or now - first > PAIR_SECONDS:
-                self._killed_by = number
-            self._stop()
+            self._signals.append(received)
+            if self._driver is not None:
+                self._driver.signal(*received)
 
     def _on_leave(self, host: str, processes: Sequence[int]) -> None:
         with self._signal_lock:
             if self._driver is not None:
                 for number in processes:
                     self._driver.leave(number, "its agent is asked to end")
-
-    def _stop(self) -> None:
-        if self._driver is None:
-            return
-        if self._killed_by is not None:
-            self._driver.kill(128 + self._killed_by)
-        else:
-            self._driver.request_stop()
 
 
 def _order(job: JobRecord | None) -> tuple[list[str], dict[str, list[int]] | None]:
@@ -505,14 +498,6 @@ def _step_down() -> None:
     _say("no host with the state of the run responds: another host may replace this driver")
     flush(_EXIT_SECONDS)
     os._exit(EXIT_PREEMPTED)
-
-
-def _environment(slot: Slot, address: str, port: int, plan: AllocationRun) -> dict[str, str]:
-    """Return the variables by which a process finds the driver, and another one after it."""
-    return environment_of(slot, address, port) | {
-        FILE_VARIABLE: str(plan.run / driver_file.NAME),
-        TIMEOUT_VARIABLE: str(plan.driver_timeout),
-    }
 
 
 def _write(run: Path, content: DriverFile) -> None:

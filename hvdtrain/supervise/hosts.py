@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from hvdtrain.errors import UserError
-from hvdtrain.launch.discovery import Probe, answering, is_this_host
+from hvdtrain.launch.discovery import Probe, answering, is_this_host, passing
 from hvdtrain.launch.hostfile import Host
 from hvdtrain.launch.mpi import SSH_OPTIONS
 from hvdtrain.run_files.host_records import LAUNCH_VARIABLE
@@ -135,24 +135,17 @@ def end_orphans(hosts: Sequence[str], launch_id: str) -> list[str]:
         The hosts on which this failed or could not be tried.
     """
     script = _SCRIPT.format(entry=shlex.quote(f"{LAUNCH_VARIABLE}={launch_id}"))
-    clean: set[str] = set()
 
-    def sweep(host: str) -> None:
-        try:
-            here = is_this_host(host)
-            # ssh passes the script to a login shell as one string; here sh gets it unchanged.
-            argv = ["sh", "-c", script] if here else ["ssh", *SSH_OPTIONS, host, script]
+    def sweep(host: str) -> bool:
+        here = is_this_host(host)
+        # ssh passes the script to a login shell as one string; here sh gets it unchanged.
+        argv = ["sh", "-c", script] if here else ["ssh", *SSH_OPTIONS, host, script]
+        with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(
                 argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS, check=False
             )
-        except (OSError, subprocess.TimeoutExpired):
-            return
-        if done.returncode == 0:
-            clean.add(host)
+            return done.returncode == 0
+        return False
 
-    threads = [threading.Thread(target=sweep, args=(host,), daemon=True) for host in hosts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(_SECONDS)
+    clean = passing(hosts, sweep, _SECONDS)
     return [host for host in hosts if host not in clean]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hvdtrain.errors import EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
 
 _FIRST_WAIT = 1.0
@@ -15,19 +13,6 @@ _FINAL = {
     EXIT_NOT_FINITE: "the loss remained non-finite: a retry would end in the same way",
     EXIT_PREEMPTED: "preempted",
 }
-
-
-@dataclass(frozen=True)
-class RestartDecision:
-    """Decision after a start has ended.
-
-    Args:
-        wait: seconds until the next start; None: no further start
-        reason: why there is no further start
-    """
-
-    wait: float | None
-    reason: str = ""
 
 
 class RestartPolicy:
@@ -51,8 +36,8 @@ class RestartPolicy:
         self._last_step: int | None = None
         self._same_step = 0
 
-    def after(self, code: int, step: int, host_lost: bool) -> RestartDecision:
-        """Decide what to do after a start has ended.
+    def after(self, code: int, step: int, host_lost: bool) -> float | str:
+        """Return the seconds until the next start after one has ended, or why there is none.
 
         Args:
             code: its exit code.
@@ -63,30 +48,28 @@ class RestartPolicy:
             self._furthest, self._progressed, self._without_progress = step, True, 0
         if not self._steps_known:
             if code == EXIT_USER and not self._without_progress:
-                return RestartDecision(None, "exit code 2 means a wrong command line")
-            return RestartDecision(None, _FINAL[0]) if code == 0 else self._next_restart("failed")
+                return "exit code 2 means a wrong command line"
+            return _FINAL[0] if code == 0 else self._next_restart("failed")
         if code in _FINAL:
-            return RestartDecision(None, _FINAL[code])
+            return _FINAL[code]
         # After progress the cause is another one, for example a host that lost its disk.
         if code == EXIT_USER and not self._progressed:
-            return RestartDecision(
-                None, "the command line, the configuration or the input is wrong"
-            )
+            return "the command line, the configuration or the input is wrong"
         if host_lost:
             self._last_step, self._same_step = None, 0
         else:
             self._same_step = self._same_step + 1 if step == self._last_step else 1
             self._last_step = step
         if self._same_step >= _SAME_STEP:
-            return RestartDecision(None, f"it failed {_SAME_STEP} times in a row after step {step}")
+            return f"it failed {_SAME_STEP} times in a row after step {step}"
         return self._next_restart("brought no progress")
 
-    def _next_restart(self, failed: str) -> RestartDecision:
+    def _next_restart(self, failed: str) -> float | str:
         if self._without_progress >= self._max_restarts:
-            return RestartDecision(None, f"{self._max_restarts} restarts {failed}")
+            return f"{self._max_restarts} restarts {failed}"
         wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0**self._without_progress)
         self._without_progress += 1
-        return RestartDecision(wait)
+        return wait
 
 
 # Pace of a start's steps: limit of a host's silence before the host counts as lost.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.agent import driver_file, guard
 from hvdtrain.agent.agent import DRIVER_NAME
@@ -31,15 +30,12 @@ def _take_over(run: Path, token: str, since: float) -> int:
         if state is None:
             return EXIT_PREEMPTED
         hosts, directory = int(state["hosts"]), str(state["directory"])
-        driver = AllocationDriver(_plan(state["plan"]), hosts, directory)
+        plan = AllocationRun(**state["plan"] | {"run": Path(state["plan"]["run"])})
+        driver = AllocationDriver(plan, hosts, directory)
         return driver.take_over(checked(Token, parse_json(token)), since)
     except (UserError, OSError) as error:
         say(f"no driver is replaced: {error}", "hvdtrain agent")
         return EXIT_PREEMPTED
-
-
-def _plan(content: dict[str, Any]) -> AllocationRun:
-    return AllocationRun(**content | {"run": Path(content["run"])})
 
 
 if __name__ == "__main__":

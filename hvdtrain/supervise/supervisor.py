@@ -222,14 +222,14 @@ class Supervisor:
                 continue
             step, blamed = run_progress.newest_step(plan.run), self._blame(ended, hosts)
             verdict = policy.after(code, step, bool(blamed))
-            if verdict.wait is None:
-                self._say_end(verdict.reason, step, ended)
+            if isinstance(verdict, str):
+                self._say_end(verdict, step, ended)
                 return code
             hosts = [host for host in hosts if host.name not in blamed]
             because = "".join(f"; {name} {why}" for name, why in blamed.items())
             after = f" after step {step}" if plan.steps_known else ""
-            _say(f"exit code {code}{after}{because}; restarting in {verdict.wait:.0f} s")
-            self._requests.pause(ended_at + verdict.wait - time.monotonic())
+            _say(f"exit code {code}{after}{because}; restarting in {verdict:.0f} s")
+            self._requests.pause(ended_at + verdict - time.monotonic())
 
     def _blame(self, ended: _Ended, reachable: Sequence[Host]) -> dict[str, str]:
         """Return the hosts that caused a failure, and why; empty if training itself failed.

@@ -67,7 +67,8 @@ def test_launcher_refuses_requests_without_its_secret(
 def test_requests_of_a_generation_grow_linearly_with_world_size(
     job: Callable[..., ElasticJob],
 ) -> None:
-    running = job(env={"PYTHONPATH": str(REPOSITORY / "tests/support/counting")})
+    counting = REPOSITORY / "tests/support/counting"
+    running = job(env={"PYTHONPATH": f"{counting}:{REPOSITORY}"})
     running.wait_for_step(5)
     done = running.end()
     found = json.loads(done.stdout.partition("requests by scope: ")[2].splitlines()[0])

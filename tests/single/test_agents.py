@@ -241,11 +241,11 @@ def test_agents_look_at_the_directory_seldom(tmp_path: Path) -> None:
         watching = asyncio.create_task(found._watch_directory(tmp_path))
         await asyncio.sleep(0.5)
         watching.cancel()
-        return refusal.call_count
+        return obstacle.call_count
 
     with (
         patch.object(agent, "_LOOK_SECONDS", 0.01),
-        patch.object(agent, "_refusal", return_value="") as refusal,
+        patch.object(owner_token, "obstacle", return_value="") as obstacle,
     ):
         assert asyncio.run(looks()) <= 1
 
@@ -317,7 +317,7 @@ def test_signal_to_an_agent_reaches_the_driver_once(
 
 def test_sigterm_to_an_agent_without_a_launcher_makes_its_host_leave(fleet: Fleet) -> None:
     left: list[tuple[str, tuple[int, ...]]] = []
-    fleet.hub.on_leave(lambda host, processes: left.append((host, tuple(processes))))
+    fleet.hub.on_leave = lambda host, processes: left.append((host, tuple(processes)))
     fleet.agent("a")
     fleet.start(0, "echo $$; exec sleep 600")
     fleet.wait_for_output(0, "\n")
@@ -398,7 +398,7 @@ def _squeue(directory: Path, left: str) -> dict[str, str]:
 
 def test_lent_host_leaves_before_the_end_of_its_job(fleet: Fleet, tmp_path: Path) -> None:
     left: list[tuple[str, tuple[int, ...]]] = []
-    fleet.hub.on_leave(lambda host, processes: left.append((host, tuple(processes))))
+    fleet.hub.on_leave = lambda host, processes: left.append((host, tuple(processes)))
     line = '{"step": 1, "step_seconds": 20.0}\n'
     (fleet.run / "metrics.jsonl").write_text(line)  # two such steps: 40 s
     fleet.agent("a", env=_squeue(tmp_path, "0:44"), guest=True)
@@ -431,7 +431,7 @@ def test_guest_of_another_slurm_step_joins_and_leaves_alone(fleet: Fleet) -> Non
     assert content is not None
     driver_file.write(fleet.run, replace(content, launch="slurm-5.0.0"))
     left: list[str] = []
-    fleet.hub.on_leave(lambda host, processes: left.append(host))
+    fleet.hub.on_leave = lambda host, processes: left.append(host)
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
     fleet.agent("a", env=step, guest=True)
     fleet.pid("a", "hvdtrain-keeper").send_signal(signal.SIGTERM)

@@ -23,14 +23,14 @@ class Ear:
     """A driver's receiver that records the heartbeats of each rank."""
 
     def __init__(self, *ranks: int, block: float = 0.0) -> None:
-        self.beats = HeartbeatReceiver(0, SECRET)
+        self.beats = HeartbeatReceiver(SECRET)
         self.silent: list[int] = []
         self.returned: list[int] = []
         self.unheard: list[int] = []
         self.deaf: list[bool] = []
         self._block = block
         self.beats.begin(ranks)
-        self.beats.listen(self)
+        self.port = self.beats.listen(self, 0)
 
     def on_silence(self, silence: Silence) -> bool:
         self.silent.append(silence.number)
@@ -52,7 +52,7 @@ class Beating:
 
     def __init__(self, ear: Ear, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOROVOD_RENDEZVOUS_SECRET", SECRET.decode())
-        self.line = HeartbeatSender(DriverAddress("127.0.0.1", ear.beats.port), number)
+        self.line = HeartbeatSender(DriverAddress("127.0.0.1", ear.port), number)
         self.on = threading.Event()
         self.on.set()
         threading.Thread(target=self._run, daemon=True).start()
@@ -147,7 +147,7 @@ def test_watchdog_reports_with_backoff_while_its_heartbeats_are_lost(
 ) -> None:
     monkeypatch.setenv("HOROVOD_RENDEZVOUS_SECRET", SECRET.decode())
     ear, told = Ear(0), [0]
-    line = HeartbeatSender(DriverAddress("127.0.0.1", ear.beats.port), 0)
+    line = HeartbeatSender(DriverAddress("127.0.0.1", ear.port), 0)
     driver, closed = line._driver, DriverAddress("127.0.0.1", 9)
 
     def tell() -> None:
@@ -174,7 +174,7 @@ def test_rank_survives_lost_acknowledgements_and_heartbeats(
 ) -> None:
     ear = Ear(0, 1)
     beating(ear, 1)
-    line = HeartbeatSender(DriverAddress("127.0.0.1", ear.beats.port), 0)
+    line = HeartbeatSender(DriverAddress("127.0.0.1", ear.port), 0)
     closed = DriverAddress("127.0.0.1", 9)
 
     def lose(deadline: float) -> bool:
@@ -209,10 +209,10 @@ def test_forged_and_replayed_datagrams_are_ignored(beating: Callable[[Ear, int],
     ear = Ear()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anybody:
         for _ in range(20):
-            anybody.sendto(genuine, ("127.0.0.1", ear.beats.port))
+            anybody.sendto(genuine, ("127.0.0.1", ear.port))
     time.sleep(0.3)
     (tracked,) = ear.beats.detector._tracked.values()
-    assert tracked.arrivals.bound(1, 3) is None, "the same datagram counted again"
+    assert tracked.bound(1, 3) is None, "the same datagram counted again"
 
 
 def test_end_of_round_notice_is_resent_and_ends_only_its_own_round(

@@ -20,7 +20,7 @@ import hvdtrain
 from hvdtrain.agent import protocol
 from hvdtrain.agent.connections import DriverConnections
 from hvdtrain.agent.hub import Hub
-from hvdtrain.elastic.rendezvous import Driver
+from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.request_server import RequestServer
 from tests.support.fleet import SECONDS, Fleet
 from tests.support.job import poll
@@ -177,7 +177,7 @@ def test_server_that_fails_ends_with_its_error(
     monkeypatch.setattr(DriverConnections, "serve", AsyncMock(side_effect=ValueError("a defect")))
     if server == "ranks":
         requests = RequestServer("00")
-        requests.start(cast("Driver", None))
+        requests.start(cast("ElasticDriver", None))
         thread = requests._thread
     else:
         thread = Hub(b"0", 1, [], "/", print, print, print)._thread

@@ -61,7 +61,13 @@ def rebuilt(state: JobState) -> JobState:
     content = json.loads(json.dumps(asdict(job_record.record(11, state))))
     found = job_record.parse(content)
     assert found.job == 11
-    return job_record.rebuild(found, NOW, 1, 9, 60.0, None)
+    return restored(found, 9)
+
+
+def restored(found: job_record.JobRecord, max_np: int) -> JobState:
+    state = JobState(1, max_np, 60.0, Slots(None))
+    job_record.restore(found, state, NOW)
+    return state
 
 
 @settings(max_examples=60, deadline=None)
@@ -73,7 +79,7 @@ def test_rebuilt_job_has_the_same_ranks_and_nothing_to_do(
     gone = data.draw(numbers)
     before = running_job(hosts, gone)
     after = rebuilt(before)
-    assert assign(job_record.ranks(after)) == assign(before.alive("running"))
+    assert assign(after.alive("running")) == assign(before.alive("running"))
     assert after.generations == 1 and len(after.processes) == len(hosts)
     assert {p.number for p in after.alive("running")} == set(range(len(hosts))) - gone
     starts = [a for a in decide(after, NOW) if not isinstance(a, StartProcess)]
@@ -103,7 +109,7 @@ def test_starts_that_were_lost_with_the_first_driver_are_repeated() -> None:
     before = JobState(1, 2, 60.0, Slots(None))
     before.hosts.slots = {"a": 1, "b": 1}
     starts = [StartProcess(0, "a", 0, 1), StartProcess(1, "b", 0, 2)]
-    state = job_record.rebuild(job_record.record(11, before, starts), NOW, 1, 2, 60.0, None)
+    state = restored(job_record.record(11, before, starts), 2)
     for process in state.processes:
         state.exited(process, 137, NOW)
     assert decide(state, NOW) == [], "slots pause, but the job does not end"

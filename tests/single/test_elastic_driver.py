@@ -134,7 +134,7 @@ class Job:
             old = state.processes[number].first_generation is not None
             trained = old and number not in state.newcomers
             said = ProcessStatus(IDENTITY, **{"trained": trained} | status)  # type: ignore[arg-type]
-            got[number] = self.driver.join(number, 1.5, asdict(said)) or {}
+            got[number] = self.answer(number, said)
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in numbers]
         for thread in threads:
@@ -142,6 +142,13 @@ class Job:
         for thread in threads:
             thread.join()
         return got
+
+    def answer(self, number: int, status: ProcessStatus) -> dict[str, Any]:
+        """Request a process's ranks as the request server does; return the answer, {} for none."""
+        deadline = time.monotonic() + 1.5
+        while not self.driver.request(number, asdict(status)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.driver.join(number, asdict(status)) or {}
 
     def ranks(self, *numbers: int) -> list[int | None]:
         got = self.join(*numbers)
@@ -397,7 +404,7 @@ def test_pair_of_signals_to_the_driver_lets_ranks_save(job: Callable[..., Job]) 
     running = job({"a": 1, "b": 1}, np=2)
     running.join(0, 1)
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        running.driver._on_signal(number, None)
+        running.driver.signal(number)
     assert running.news()["stop"]
     running.exits |= {0: 75, 1: 75}
     assert running.driver.wait() == 75
@@ -580,7 +587,7 @@ def test_process_that_does_not_match_the_run_is_refused(
     running.join(0)
     _until(lambda: len(running.driver._state.processes) == 2)
     stranger = ProcessStatus(replace(IDENTITY, **other))
-    got = running.driver.join(1, 1.5, asdict(stranger)) or {}
+    got = running.answer(1, stranger)
     assert got["rank"] == -1 and got["reason"].startswith("on b: the "), got
     assert not running.news()["hosts"]
     running.exits[1] = 1

@@ -12,17 +12,17 @@ from hvdtrain.elastic.failure_detector import (
     BEAT_SECONDS,
     THIS_HOST,
     FailureDetector,
-    HeartbeatArrivals,
+    TrackedProcess,
 )
 
 LEAST, MOST = 1.0, 3.0
 DELAYS = st.lists(st.floats(0.01, 1.2), min_size=8, max_size=600)
 
 
-def _after(delays: list[float]) -> tuple[HeartbeatArrivals, float]:
+def _after(delays: list[float]) -> tuple[TrackedProcess, float]:
     """Return a process whose heartbeats had these delays, and the time of the last one."""
     now = 100.0
-    arrivals = HeartbeatArrivals(now)
+    arrivals = TrackedProcess("a", now)
     for delay in delays:
         now += delay
         arrivals.record(now)
@@ -193,7 +193,7 @@ def test_common_silence_needs_no_per_rank_statistics() -> None:
     for beat in range(20):
         for number in range(3):
             detector.beat(number, f"host{number}", beat * BEAT_SECONDS)
-    with patch.object(HeartbeatArrivals, "bound", side_effect=AssertionError):
+    with patch.object(TrackedProcess, "bound", side_effect=AssertionError):
         verdicts = detector.look(8.0)
     assert verdicts.common_silence > 3 and not verdicts.silent
 

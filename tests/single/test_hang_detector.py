@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest.mock import patch
 
-from hvdtrain.elastic.watchdog import Clock, HangDetector
+from hvdtrain.elastic.watchdog import HangDetector
+from hvdtrain.runtime.clock import Clock
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 
 HANG_SECONDS = 60

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.config import Config
-from hvdtrain.elastic import rendezvous
 from hvdtrain.elastic.membership import Membership
+from hvdtrain.elastic.rendezvous import DriverAddress
 from hvdtrain.elastic.status import TRAINING, Identity
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.run import session
@@ -42,8 +42,8 @@ class _Launcher:
     answers: list[dict[str, Any]]
     statuses: list[dict[str, Any]] = field(default_factory=list)
 
-    def ask(self, address: str, port: int, what: str, number: int, *rest: Any) -> Any:
-        self.statuses.append(rest[0])
+    def ask(self, what: str, number: int, body: dict[str, Any]) -> Any:
+        self.statuses.append(body)
         return self.answers.pop(0)
 
 
@@ -60,7 +60,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
 
     def make(answers: list[dict[str, Any]]) -> tuple[Rejoin, _Launcher]:
         launcher = _Launcher(answers)
-        monkeypatch.setattr(rendezvous, "ask", launcher.ask)
+        monkeypatch.setattr(DriverAddress, "ask", launcher.ask)
         config: Any = SimpleNamespace(
             checkpoint=CheckpointConfig(),
             elastic=SimpleNamespace(hang_seconds=60.0),

@@ -50,7 +50,7 @@ class Fleet:
             self.said.append,
         )
         self.scripts: dict[int, str] = {}
-        self.hub.on_start(lambda slot, _: {"SCRIPT": self.scripts[slot.rank]})
+        self.hub.environment = lambda slot, _: {"SCRIPT": self.scripts[slot.rank]}
         environment = {"KEY": 'it\'s a "password"\n'}
         invited = Invitation(["127.0.0.1"], self.hub.port, secret, str(directory), environment)
         self.agents = StartedAgents(

@@ -20,7 +20,6 @@ from hvdtrain.elastic.decisions import (
     FormGeneration,
     JobState,
     MakeSpares,
-    RefuseProcess,
     RemoveProcess,
     ReportResult,
     StartProcess,
@@ -44,7 +43,7 @@ class Rendezvous:
         plans: ranks of each of these generations.
     """
 
-    _httpd = SimpleNamespace(server_address=("", 0))
+    port, secret = 0, ""
 
     def __init__(self) -> None:
         self.generations: list[int] = []
@@ -53,6 +52,9 @@ class Rendezvous:
     def init(self, plan: list[SlotInfo], generation: int) -> None:
         self.generations.append(generation)
         self.plans.append(plan)
+
+    def answer(self, numbers: Iterable[int]) -> None:
+        pass
 
     def stop(self) -> None:
         pass
@@ -65,11 +67,11 @@ class _Heartbeats:
         over: generations that were announced to be over, and to whom.
     """
 
-    def __init__(self, port: int, secret: bytes) -> None:
+    def __init__(self, secret: bytes) -> None:
         self.over: list[tuple[int, list[int]]] = []
         self.detector = SimpleNamespace(longest=0.0, phi=0.0)
 
-    def listen(self, listener: object) -> None:
+    def listen(self, listener: object, port: int) -> None:
         pass
 
     def announce_over(self, numbers: Iterable[int], generation: int) -> None:
@@ -176,8 +178,7 @@ class DecidedJob:
                 self.ended.add(number)
             case ReportResult(exit_code):
                 self.result = exit_code
-            case RemoveProcess(number) | RefuseProcess(number):
-                reason = getattr(action, "reason", "")
+            case RemoveProcess(number, reason):
                 self._answers[number] = {"rank": -1} | ({"reason": reason} if reason else {})
             case MakeSpares(numbers):
                 spares = [n for n in numbers if self.state.processes[n].spare]
@@ -332,7 +333,7 @@ class SteppedDriver:
                 self.formed.append(Formed(number, ranks, {s.rank: s.hostname for s in plan}))
 
     def join(self, number: int, status: ProcessStatus) -> dict[str, Any] | None:
-        return self.driver.join(number, 0.0, asdict(status))
+        return self.driver.join(number, asdict(status))
 
     # The driver acts on each of these events at once.
 

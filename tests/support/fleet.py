@@ -63,7 +63,7 @@ class Fleet:
             self.said.append,
             self._tls,
         )
-        self.hub.on_start(self._environment)
+        self.hub.environment = self._environment
         content = DriverFile(["127.0.0.1"], self.hub.port, self.secret)
         driver_file.write(self.run, replace(content, certificate=self._certificate))
 

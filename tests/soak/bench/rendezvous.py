@@ -18,11 +18,11 @@ from multiprocessing import get_context
 
 from horovod.runner.common.util import secret
 from horovod.runner.common.util.hosts import SlotInfo
-from horovod.runner.http.http_server import RendezvousServer
 
 from hvdtrain.bench.report import BenchMetric, Report
 from hvdtrain.elastic.driver import ElasticDriver
-from hvdtrain.elastic.rendezvous import ask
+from hvdtrain.elastic.rendezvous import DriverAddress
+from hvdtrain.elastic.request_server import RequestServer
 from hvdtrain.elastic.status import Identity, ProcessStatus
 
 SLOTS = 8  # of a host
@@ -45,9 +45,9 @@ class Met:
 def rendezvous(ranks: int, generations: int) -> Report:
     """Measure the seconds until the last of `ranks` ranks has all addresses, per generation."""
     key = os.urandom(32).hex()
-    server = RendezvousServer(0, key)
+    server = RequestServer(key)
     driver = ElasticDriver(server, _Hosts(ranks), ranks, ranks)
-    port = server.start(driver.create_rendezvous_handler())
+    port = server.start(driver)
     driver.wait_for_available_slots(ranks)
     processes = min(ranks, max(1, len(os.sched_getaffinity(0)) - 1))
     spawned = get_context("spawn")
@@ -108,7 +108,7 @@ def _meet(number: int, port: int, key: str, generations: int) -> list[Met]:
         while assignment is None:
             _check_time(met)
             met.requests += 1
-            assignment = ask("127.0.0.1", port, "join", number, status)
+            assignment = DriverAddress("127.0.0.1", port).ask("join", number, status)
         if assignment["size"] > 1:
             body = os.urandom(NONCE_BYTES) + bytes((assignment["size"] - 1) * ROW_BYTES)
             path = "/global/{rank}/{size}/{generation}".format(**assignment)

@@ -1,25 +1,26 @@
-"""Count the requests to each HTTP server of a process, and print them when it ends.
+"""Count the requests to the request server of a process, and print them when it ends.
 
 Python imports this file if its directory is in PYTHONPATH.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
-import http.server
 import json
 import sys
 from collections import Counter
 
 _counts: Counter[str] = Counter()
-_parse_request = http.server.BaseHTTPRequestHandler.parse_request
+_read = asyncio.StreamReader.readuntil
 
 
-def _counted(handler: http.server.BaseHTTPRequestHandler) -> bool:
-    parsed = _parse_request(handler)
-    if parsed:
-        _counts[f"{handler.command} {handler.path.split('/')[1]}"] += 1
-    return parsed
+async def _counted(reader: asyncio.StreamReader, separator: bytes = b"\n") -> bytes:
+    head = await _read(reader, separator)
+    if separator == b"\r\n\r\n":
+        method, path, *_ = head.decode().split()
+        _counts[f"{method} {path.split('/')[1]}"] += 1
+    return head
 
 
 def _print() -> None:
@@ -27,5 +28,5 @@ def _print() -> None:
         sys.stdout.write(f"requests by scope: {json.dumps(_counts)}\n")
 
 
-http.server.BaseHTTPRequestHandler.parse_request = _counted  # type: ignore[method-assign]
+asyncio.StreamReader.readuntil = _counted  # type: ignore[method-assign]
 atexit.register(_print)

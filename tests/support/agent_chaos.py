@@ -240,7 +240,7 @@ _SAME = (
     *("kill a rank", "kill a rank with a helper process", "kill a second rank in the rendezvous"),
     *("kill two holders of one shard", "stop a rank", "kill a watchdog, then a rank"),
     *("cut a link", "drop datagrams", "block the disk", "fill the disk"),
-    *("take the disk away", "kill a rank on a full disk"),
+    *("take the disk away", "make the disk read-only", "kill a rank on a full disk"),
 )
 AGENT_FAULTS: dict[str, Fault] = {name: FAULTS[name] for name in _SAME} | {
     "cut the power of a host": Fault(_cut_a_hosts_power, errors=True),

@@ -25,7 +25,7 @@ class _FileThread:
 
     def call(self, write: Callable[[], None]) -> float:
         with self._changed:
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # a bug in `write` ends it
                 self._thread = threading.Thread(target=self._serve, name="files", daemon=True)
                 self._thread.start()
             if write not in self._waiting:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from hvdtrain.file_thread import call_aside
 from hvdtrain.files import is_open_at, write_atomic
 from hvdtrain.log import logger
+from hvdtrain.run_files.ownership import Ownership
 from hvdtrain.run_files.removed import content_of_removed
 from hvdtrain.untrusted import parse_json
 
@@ -33,8 +34,7 @@ class MetricsFile:
         path: the file; it is created if missing.
         after: lines of steps after this one move to left_NAME in the same directory, because the
             run repeats these steps.
-        held: whether this process may write, see Ownership.held; while it returns False, lines are
-            kept as well.
+        ownership: while it is not known whether this process owns the run, lines are kept as well.
         tolerate_errors: log failed writes instead of raising, because other ranks hold state that
             would be lost.
 
@@ -51,11 +51,11 @@ class MetricsFile:
         self,
         path: Path,
         after: int,
-        held: Callable[[float], bool] = lambda seconds: True,
+        ownership: Ownership | None = None,
         tolerate_errors: bool = False,
     ) -> None:
         self._path = path
-        self._held = held
+        self._ownership = ownership or Ownership(path.parent)
         self._file: int | None = None
         self._closed = False
         # Each use of it is a single operation, because `write` appends without the lock.
@@ -144,10 +144,9 @@ class MetricsFile:
         """Context in which this thread alone uses the file, and this process owns the run.
 
         Raises:
-            OSError: it is not known whether it does, or the disk does not respond.
+            OSError: it is not known whether it does, or its disk is away or does not respond.
         """
-        if not self._held(_HELD_SECONDS):
-            raise OSError(errno.ESTALE, "it is unknown whether this process still owns the run")
+        self._ownership.confirm(_HELD_SECONDS)
         if not self._lock.acquire(timeout=_HELD_SECONDS):
             raise OSError(errno.ETIMEDOUT, "no response")
         try:
@@ -164,7 +163,7 @@ class MetricsFile:
 
     def _write_waiting(self) -> None:
         with self._lock:
-            if not self._held(0.0):
+            if not self._ownership.held():
                 return
             try:
                 self._flush()
@@ -185,6 +184,7 @@ class MetricsFile:
 
     def _flush(self) -> None:
         if self._file is None and not self._closed:
+            self._ownership.confirm(0.0)
             self._open()
         while self._unwritten:
             if self._closed or self._file is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from io import TextIOWrapper
@@ -18,8 +19,11 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from hvdtrain.file_thread import call_aside
 from hvdtrain.text import styled
 from hvdtrain.untrusted import printable_lines
+
+_MOST_LINES = 1000  # that wait for a disk
 
 
 class _Logger(logging.Logger):
@@ -64,11 +68,13 @@ class _File(WatchedFileHandler):
     """File handler that drops lines when the disk is full; the run continues.
 
     If the file cannot be opened, each line tries again. A file that was removed is made again.
+    While the disk does not respond, the last lines wait for it.
     """
 
     def __init__(self, path: Path, check: Callable[[], None]) -> None:
         super().__init__(path, delay=True)
         self._check = check
+        self._lines: deque[str] = deque(maxlen=_MOST_LINES)
 
     def open(self) -> None:
         """Open the file, also if it was removed; raise OSError if that is impossible."""
@@ -89,18 +95,29 @@ class _File(WatchedFileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self.open()
-        except OSError:
-            return
-        logging.FileHandler.emit(self, record)
+            self._lines.append(self.format(record) + self.terminator)
+        except Exception:
+            self.handleError(record)
+        call_aside(self._write)
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
+    def _write(self) -> None:
+        while self._lines:
+            line = self._lines.popleft()
+            with suppress(OSError):
+                self.open()
+                assert self.stream is not None
+                self.stream.write(line)
+                self.stream.flush()
 
     def close(self) -> None:
-        with suppress(OSError):
-            super().close()
+        call_aside(self._close_stream)
+        logging.Handler.close(self)
+
+    def _close_stream(self) -> None:
+        if self.stream is not None:
+            with suppress(OSError):
+                self.stream.close()
+            self.stream = None
 
 
 class _Screen(logging.Handler):

@@ -75,8 +75,6 @@ class RunRecorder:
         self.directory = directory
         self.sinks = sinks
         self.mirror = mirror
-        held = directory.ownership.held
-        self._held = held
         self.manager = CheckpointManager(
             directory.checkpoints,
             config.keep,
@@ -87,7 +85,7 @@ class RunRecorder:
         self.metrics: MetricsFile | None = None
         self.ranks: MetricsFile | None = None
         self.writer: CheckpointWriter | None = None
-        self.events = EventsFile(directory.events, held)
+        self.events = EventsFile(directory.events, directory.ownership)
         self.starts = directory.starts()
         self.borrowed = BorrowedNodes()
         self._small = LateFiles(partial(directory.ownership.confirm, _CONFIRM_S))
@@ -129,8 +127,9 @@ class RunRecorder:
             self.ranks.roll_back(step)
             self.writer.go_back(step, self.manager.newest_step())
             return
-        self.metrics = MetricsFile(self.directory.metrics, step, self._held, tolerate_errors)
-        self.ranks = MetricsFile(self.directory.ranks, step, self._held, tolerate_errors)
+        directory, owner = self.directory, self.directory.ownership
+        self.metrics = MetricsFile(directory.metrics, step, owner, tolerate_errors)
+        self.ranks = MetricsFile(directory.ranks, step, owner, tolerate_errors)
         for sink in self.sinks:
             sink.start(self.metrics.last_step or 0)
         self.writer = CheckpointWriter(self.manager, self.manager.newest_step(), self.events.write)
@@ -356,6 +355,11 @@ class LateFiles:
             removed: also write those that were removed since, which the run itself does at its end.
         """
         with self._lock:
+            if removed:
+                try:
+                    self._confirm()
+                except OSError:  # they may be there, on a disk that is away
+                    removed = False
             for path, write in self._written.items() if removed else ():
                 if not os.path.lexists(path):
                     logger.warning(

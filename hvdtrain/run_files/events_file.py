@@ -7,13 +7,15 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
 
+from hvdtrain.file_thread import call_aside
 from hvdtrain.files import is_open_at
 from hvdtrain.log import logger
+from hvdtrain.run_files.ownership import Ownership
 from hvdtrain.run_files.removed import content_of_removed
 from hvdtrain.untrusted import json_object, json_objects, open_regular
 
@@ -31,21 +33,22 @@ class EventsFile:
 
     Args:
         path: the file; it is created by the first event.
-        held: whether this process may write, see Ownership.held.
+        ownership: while it is not known whether this process owns the run, events wait.
 
     Attributes:
         failures: how often the file could not be written.
     """
 
-    def __init__(self, path: Path, held: Callable[[float], bool] = lambda seconds: True) -> None:
+    def __init__(self, path: Path, ownership: Ownership | None = None) -> None:
         self._path = path
-        self._held = held
+        self._ownership = ownership or Ownership(path.parent)
         self.failures = 0
+        # Each use of it is a single operation, because `write` appends without the lock.
         self._waiting: list[bytes] = []
         self._retry: Timer | None = None
         self._failed = False
         self._kept: int | None = None  # descriptor, which has the lines if the file is removed
-        self._lock = Lock()  # the checkpoint thread writes events, too
+        self._lock = Lock()  # of the file; held as long as a disk does not respond
 
     def write(self, event: str, **fields: Any) -> None:
         """Append an event with its time (unix, seconds); it reaches the operating system at once.
@@ -54,9 +57,9 @@ class EventsFile:
         because this process may be killed before the next event.
         """
         line = json.dumps({"event": event, "time": time.time(), **fields})
-        with self._lock:
-            self._waiting.append(line.encode() + b"\n")
-        self._write_waiting(_HELD_SECONDS)
+        self._waiting.append(line.encode() + b"\n")
+        self._ownership.held(_HELD_SECONDS)
+        call_aside(self._write_waiting)
 
     def lines(self) -> list[dict[str, Any]]:
         """All events of the run, in the file or still waiting."""
@@ -64,10 +67,9 @@ class EventsFile:
             written = read_lines(self._path) if self._path.exists() else []
             return written + [json.loads(line) for line in self._waiting]
 
-    def _write_waiting(self, held_seconds: float = 0.0) -> None:
-        held = self._held(held_seconds)
+    def _write_waiting(self) -> None:
         with self._lock:
-            if held:
+            if self._ownership.held():
                 self._try_to_append()
             if self._waiting and self._retry is None:
                 self._retry = Timer(_RETRY_SECONDS, self._try_again)
@@ -76,7 +78,7 @@ class EventsFile:
 
     def _try_again(self) -> None:
         self._retry = None
-        self._write_waiting()
+        call_aside(self._write_waiting)
 
     def _try_to_append(self) -> None:
         try:
@@ -91,6 +93,7 @@ class EventsFile:
     def _append(self) -> None:
         moved = self._kept is not None and not is_open_at(self._kept, self._path)
         if self._kept is not None and moved and not self._path.exists():
+            self._ownership.confirm(0.0)
             content = content_of_removed(self._path, self._kept)
             self._waiting[:0] = content.splitlines(keepends=True)
             self._path.parent.mkdir(parents=True, exist_ok=True)

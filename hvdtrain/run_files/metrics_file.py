@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from hvdtrain.file_thread import call_aside
 from hvdtrain.files import is_open_at, write_atomic
 from hvdtrain.log import logger
+from hvdtrain.run_files.ownership import Ownership
 from hvdtrain.run_files.removed import content_of_removed
 from hvdtrain.untrusted import parse_json
 
@@ -24,14 +27,14 @@ class MetricsFile:
     """Append-only file with one line per logged step, on rank 0 only.
 
     If writing fails, lines are kept and retried with the next line, from the byte at which writing
-    stopped: once there is space again, the file has no gap and no incomplete line.
+    stopped: once there is space again, the file has no gap and no incomplete line. While the disk
+    does not respond, lines are kept as well, and a step does not wait for it.
 
     Args:
         path: the file; it is created if missing.
         after: lines of steps after this one move to left_NAME in the same directory, because the
             run repeats these steps.
-        held: whether this process may write, see Ownership.held; while it returns False, lines are
-            kept as well.
+        ownership: while it is not known whether this process owns the run, lines are kept as well.
         tolerate_errors: log failed writes instead of raising, because other ranks hold state that
             would be lost.
 
@@ -48,15 +51,16 @@ class MetricsFile:
         self,
         path: Path,
         after: int,
-        held: Callable[[float], bool] = lambda seconds: True,
+        ownership: Ownership | None = None,
         tolerate_errors: bool = False,
     ) -> None:
         self._path = path
-        self._held = held
+        self._ownership = ownership or Ownership(path.parent)
         self._file: int | None = None
         self._closed = False
+        # Each use of it is a single operation, because `write` appends without the lock.
         self._unwritten = bytearray()
-        self._lock = Lock()  # `sync` is called from another thread
+        self._lock = Lock()  # of the file; held as long as a disk does not respond
         self._failed = False
         self.failures = 0
         # A crash may have left anything at the end, including a line without its newline.
@@ -116,13 +120,8 @@ class MetricsFile:
         self.superseded_steps = max(0, (self.last_step or 0) - after)
         if not self.superseded_steps:
             return
-        held = self._held(_HELD_SECONDS)
-        with self._lock:
-            try:
-                if not held:
-                    raise OSError(
-                        errno.ESTALE, "it is unknown whether this process still owns the run"
-                    )
+        try:
+            with self._owned():
                 self._reopen()
                 if self._file is None:
                     self._open()
@@ -136,16 +135,35 @@ class MetricsFile:
                 os.truncate(self._path, min(len(kept), len(written)))  # requires no disk space
                 with open(self._path.with_name(f"left_{self._path.name}"), "ab") as file:
                     file.write(left)
-            except OSError as error:
-                self.report(error)
+        except OSError as error:
+            self.report(error)
         self.last_step = after
+
+    @contextmanager
+    def _owned(self) -> Iterator[None]:
+        """Context in which this thread alone uses the file, and this process owns the run.
+
+        Raises:
+            OSError: it is not known whether it does, or its disk is away or does not respond.
+        """
+        self._ownership.confirm(_HELD_SECONDS)
+        if not self._lock.acquire(timeout=_HELD_SECONDS):
+            raise OSError(errno.ETIMEDOUT, "no response")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line; it reaches the operating system at once and the disk with `sync`."""
         self.last_step = record["step"]
+        self._unwritten += json.dumps(record).encode() + b"\n"
+        if call_aside(self._write_waiting) > _HELD_SECONDS and not self._failed:
+            self.report(OSError(errno.ETIMEDOUT, "no response"))
+
+    def _write_waiting(self) -> None:
         with self._lock:
-            self._unwritten += json.dumps(record).encode() + b"\n"
-            if not self._held(0.0):
+            if not self._ownership.held():
                 return
             try:
                 self._flush()
@@ -165,13 +183,13 @@ class MetricsFile:
         self._failed = True
 
     def _flush(self) -> None:
-        if self._closed:
-            raise OSError(errno.EBADF, "it is closed")
-        if self._file is None:
+        if self._file is None and not self._closed:
+            self._ownership.confirm(0.0)
             self._open()
-        assert self._file is not None
         while self._unwritten:
-            done = os.write(self._file, self._unwritten)
+            if self._closed or self._file is None:
+                raise OSError(errno.EBADF, "it is closed")
+            done = os.write(self._file, bytes(self._unwritten))
             del self._unwritten[:done]
         if self._failed:
             logger.info("%s can be written again; it is complete", self._path)
@@ -183,12 +201,9 @@ class MetricsFile:
         Raises:
             OSError: a line could not be written.
         """
-        held = self._held(_HELD_SECONDS)
-        with self._lock:
-            if self._closed:  # its lines were written, or reported as lost
-                return
-            if not held:
-                raise OSError(errno.ESTALE, "it is unknown whether this process still owns the run")
+        if self._closed:  # its lines were written, or reported as lost
+            return
+        with self._owned():
             self._reopen()
             self._flush()
         # A separate descriptor, because the file may be closed while the disk is slow.
@@ -199,22 +214,24 @@ class MetricsFile:
             os.close(file)
 
     def close(self) -> None:
-        held = self._held(_HELD_SECONDS)
-        with self._lock:
-            try:
-                if held:
-                    self._reopen()
-                if self._unwritten and held:
+        try:
+            with self._owned():
+                self._reopen()
+                if self._unwritten:
                     self._flush()
-            except OSError as error:
-                self.report(error)
-            if self._unwritten:
-                lines = self._unwritten.count(b"\n")
-                logger.error("%s: %d lines are lost", self._path, lines)
+        except OSError as error:
+            self.report(error)
+        self._closed = True  # a late write fails instead of writing into another file
+        if self._unwritten:
+            lines = self._unwritten.count(b"\n")
+            logger.error("%s: %d lines are lost", self._path, lines)
+        call_aside(self._close)
+
+    def _close(self) -> None:
+        with self._lock:
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
-            self._closed = True  # a late write fails instead of writing into another file
 
 
 def _within(step: int | None, after: int) -> bool:

@@ -217,9 +217,15 @@ class Ownership:
         return not self._released
 
     def confirm(self, seconds: float) -> None:
-        """Raise OSError if `held` returns False."""
+        """Check that this process may write, and that the path names the run's directory now.
+
+        Raises:
+            OSError: `held` returns False, or as `recognize`.
+        """
         if not self.held(seconds):
             raise OSError(errno.ESTALE, "it is unknown whether this process still owns the run")
+        if self._thread is not None:
+            self.recognize()
 
     def release(self) -> None:
         """Release the run; this process must not write to it afterwards."""

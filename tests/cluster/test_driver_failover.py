@@ -28,6 +28,7 @@ from hvdtrain.run_files.owner_token import Token
 from tests.support import namespaces, runs
 from tests.support.agent_job import WAIT_SECONDS, DisturbedRun, undisturbed_losses
 from tests.support.cluster import Cluster, Process
+from tests.support.hanging_disk import HangingDisk
 from tests.support.job import Job, poll
 
 STEPS = 350
@@ -46,13 +47,24 @@ TRAIN = [
 class AgentJob(DisturbedRun):
     """A run of at most two ranks on three hosts with one slot each; the first task is on node3."""
 
-    def __init__(self, cluster: Cluster, hosts: Sequence[str] = tuple(reversed(HOSTS))) -> None:
-        """`hosts`: whose tasks start now, the first one first."""
-        self.cluster, self.root = cluster, cluster.shared / "runs"
-        self.root.mkdir()
-        self.slow = self.root / "slow"
+    def __init__(
+        self,
+        cluster: Cluster,
+        hosts: Sequence[str] = tuple(reversed(HOSTS)),
+        disk: HangingDisk | None = None,
+    ) -> None:
+        """Start a run.
+
+        Args:
+            hosts: whose tasks start now, the first one first.
+            disk: holds the run directory.
+        """
+        self.cluster = cluster
+        self.root = cluster.shared / "runs" if disk is None else disk.path
+        self.root.mkdir(exist_ok=disk is not None)
+        self.slow = cluster.shared / "slow"
         self.slow.touch()
-        self.run = self.root / "case"
+        self.run = (self.root if disk is None else disk.here) / "case"
         self.env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.env["HVDTRAIN_TEST_SLOW"] = f"{PACE}:{self.slow}"
         self.tasks = {host: self._launch(host, n) for n, host in enumerate(hosts)}
@@ -139,12 +151,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return undisturbed_losses(tmp_path_factory.mktemp("undisturbed"), TRAIN)
 
 
-def _start(hosts: Sequence[str] = tuple(reversed(HOSTS))) -> Iterator[AgentJob]:
-    reason = namespaces.why_not()
+def _check(reason: str | None) -> None:
     if reason and os.environ.get("CI") == "true":
         pytest.fail(f"the cluster tests must run in CI: {reason}")
     if reason:
         pytest.skip(reason)
+
+
+def _start(hosts: Sequence[str] = tuple(reversed(HOSTS))) -> Iterator[AgentJob]:
+    _check(namespaces.why_not())
     with Cluster(HOSTS, sshd=False) as cluster:
         yield AgentJob(cluster, hosts)
 
@@ -159,6 +174,15 @@ def job() -> Iterator[AgentJob]:
 def own_job() -> Iterator[AgentJob]:
     """A job for one test."""
     yield from _start()
+
+
+@pytest.fixture
+def hanging() -> Iterator[tuple[AgentJob, HangingDisk]]:
+    """A job for one test, and the disk of its run directory."""
+    _check(namespaces.why_not() or HangingDisk.why_not())
+    with Cluster(HOSTS, sshd=False) as cluster:
+        disk = HangingDisk(cluster, HOSTS, cluster.shared / "runs")
+        yield AgentJob(cluster, disk=disk), disk
 
 
 def check_no_pause(job: AgentJob, began: float, ranks: list[Process]) -> None:
@@ -207,6 +231,37 @@ def test_ranks_train_on_while_the_run_directory_is_read_only(job: AgentJob) -> N
         assert job.cluster.ranks() == ranks, job.output()
     job.wait_for_another_driver(before)
     check_no_pause(job, began, ranks)
+
+
+def _check_that_ranks_train_on_without_directory(
+    job: AgentJob, disk: HangingDisk, kill_driver: bool
+) -> None:
+    job.wait_for_world(2)
+    ranks, before, began, old = job.cluster.ranks(), job.token(), time.time(), job.driver()
+    with disk.without_response():
+        if kill_driver:
+            job.cluster.kill([old])
+        poll(lambda: old not in job.cluster.processes(old.host), 30, "the end of the driver")
+        time.sleep(DRIVER_TIMEOUT + 3)
+        seconds = time.time() - began
+    job.wait_for_another_driver(before)
+    job.wait_for_world(2, time.time() + 1)
+    assert job.cluster.ranks() == ranks, job.output()
+    assert job.longest_step(began) < seconds / 2, job.output()
+    assert "continuing with" not in job.output()
+
+
+def test_ranks_train_on_without_driver_while_the_directory_hangs(
+    hanging: tuple[AgentJob, HangingDisk],
+) -> None:
+    _check_that_ranks_train_on_without_directory(*hanging, kill_driver=True)
+
+
+@pytest.mark.soak
+def test_ranks_train_on_while_the_run_directory_hangs(
+    hanging: tuple[AgentJob, HangingDisk],
+) -> None:
+    _check_that_ranks_train_on_without_directory(*hanging, kill_driver=False)
 
 
 def _generations(job: AgentJob) -> int:

@@ -25,7 +25,7 @@ ROWS = [
     {"run_files"},
     {"runtime"},
     {"log", "files", "config_files", "config_checks", "config_tiers"},
-    {"errors", "untrusted", "text", "streams"},
+    {"errors", "untrusted", "text", "streams", "file_thread"},
 ]
 LEVEL = {room: -number for number, row in enumerate(ROWS) for room in row}
 # `hvdtrain bench` measures whole programs: it drives the programs of the first row.

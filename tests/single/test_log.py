@@ -38,3 +38,28 @@ def test_script_that_configures_logging_disables_no_line_of_a_run(
     assert done.stderr == f"hvdtrain: error: {line}\n"
     written = (tmp_path / "rank_00000.jsonl").read_text().splitlines()
     assert [json.loads(text)["message"] for text in written] == [line]
+
+
+# Opening a named pipe blocks until it is read.
+BLOCKED = """
+import os, sys
+from pathlib import Path
+from hvdtrain import log
+path = Path(sys.argv[1]) / "rank_00000.jsonl"
+log.to_file(path.parent, 0, "host")
+path.unlink()
+os.mkfifo(path)
+for number in range(3):
+    log.logger.error("%d", number)
+with path.open() as lines:
+    print(*(next(lines) for _ in range(3)), end="")
+log.close()
+"""
+
+
+def test_log_file_without_response_blocks_no_rank_and_misses_no_line(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", BLOCKED, str(tmp_path)]
+    done = subprocess.run(
+        argv, capture_output=True, text=True, env=environment(), check=True, timeout=60
+    )
+    assert [json.loads(line)["message"] for line in done.stdout.splitlines()] == ["0", "1", "2"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -100,3 +102,22 @@ def test_temporarily_full_disk_leaves_no_gap_or_torn_line(tmp_path: Path, back: 
         [json.loads(line)["step"] for line in left.read_text().splitlines()] if back < 15 else []
     )
     assert moved == list(range(back + 1, 16))
+
+
+def test_steps_do_not_wait_for_a_file_that_accepts_no_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path)
+    Thread(target=path.write_bytes, args=(b"",), daemon=True).start()  # ends the first reading
+    file, steps = MetricsFile(path, after=0), range(1, 1001)
+
+    def write() -> None:
+        for step in steps:  # more than a pipe holds
+            file.write({"step": step, "text": 100 * "x"})
+
+    writer = Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(60)
+    assert not writer.is_alive()
+    with path.open() as reader:
+        assert [json.loads(reader.readline())["step"] for _ in steps] == list(steps)
+    file.close()

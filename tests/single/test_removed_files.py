@@ -99,6 +99,38 @@ def test_events_file_keeps_its_lines_if_it_is_removed(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_files_of_a_disk_that_is_away_are_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, disk, away = [1], tmp_path / "disk", tmp_path / "away"
+    monkeypatch.setattr(ownership, "_device", lambda _: device[0])
+    recorder = RunRecorder(RunDirectory(disk / "run"), CheckpointConfig(keep=1))
+    recorder.directory.ownership.acquire(Claim.of_this_process())
+    recorder.open(0, None)
+    metrics, events = recorder.metrics, recorder.events
+    assert metrics is not None
+    metrics.write({"step": 1})
+    events.write("start")
+    disk.rename(away)
+    disk.mkdir()
+    device[0] = 2
+    metrics.write({"step": 2})
+    recorder.bring_to_disk()
+    events.write("checkpoint")
+    assert not [*disk.iterdir()]
+    disk.rmdir()
+    away.rename(disk)
+    device[0] = 1
+    metrics.write({"step": 3})
+    recorder.bring_to_disk()
+    events.write("end")
+    assert _steps(recorder.directory.metrics) == [1, 2, 3]
+    names = [line["event"] for line in read_lines(recorder.directory.events)]
+    assert names == ["start", "checkpoint", "end"]
+    recorder.close()
+    recorder.directory.ownership.release()
+
+
 def test_metrics_that_cannot_be_written_do_not_stop_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

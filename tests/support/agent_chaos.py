@@ -1,7 +1,8 @@
 """Chaos with agents: a run of `hvdtrain launch` without hosts, and the faults that can hit it.
 
 There is no supervisor, no launcher and no list of hosts, so the faults that need one are missing.
-Any host may have the driver and ranks; a host without a task holds the disk.
+Any host may have the driver and ranks; a host without a task holds the disk, and another one is
+lent to the run now and then.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from hvdtrain.agent import driver_file
 from hvdtrain.agent.agent import DRIVER_NAME
 from hvdtrain.errors import EXIT_PREEMPTED
 from hvdtrain.run_files import owner_token
-from tests.support.chaos import FAULTS, HOME, SLOTS, ChaosJob, Fault, named
+from tests.support.chaos import FAULTS, HOME, NO_STEP_SECONDS, SLOTS, ChaosJob, Fault, named
 from tests.support.cluster import Process
 from tests.support.job import Job, poll
 
-TASK_HOSTS = ("node1", "node2", "node3")
-_MOST_RANKS = 4  # one host is a spare
+# The tasks have fewer slots than the run may use, so that a donor's ranks train.
+_TASK_SLOTS = {"node1": SLOTS, "node2": SLOTS, "node3": 1}
+TASK_HOSTS = tuple(_TASK_SLOTS)
+_DONOR = "node4"
+_MOST_RANKS = 6
 _DRIVER_SECONDS = 30.0
 _END_SECONDS = 60.0
 _TAIL_BYTES = 6000
@@ -40,9 +44,9 @@ _READ = f'set -o pipefail; "$@" 2>&1 | (exec -a {_READER} cat)'
 
 
 class AgentChaosJob(ChaosJob):
-    """A task of `hvdtrain launch` on each of three hosts; ranks on two of them at a time."""
+    """A task of `hvdtrain launch` on each of three hosts; a fourth host has a donor at times."""
 
-    hosts = (HOME, *TASK_HOSTS)
+    hosts = (HOME, *TASK_HOSTS, _DONOR)
 
     def start(self) -> None:
         self._tasks: dict[str, Job] = {}
@@ -52,18 +56,23 @@ class AgentChaosJob(ChaosJob):
                 "PMI_SIZE": str(len(TASK_HOSTS)),
                 "MPI_LOCALRANKID": "0",
             }
-            options = f"launch --slots {SLOTS} --max-np {_MOST_RANKS} --min-np {self.min_np} --"
-            self._start_task(host, [*options.split(), *self.train], env)
+            options = f"launch --slots {_TASK_SLOTS[host]} --max-np {_MOST_RANKS}"
+            words = [*options.split(), "--min-np", str(self.min_np), "--", *self.train]
+            self._tasks[host] = self._start(host, words, env)
 
-    def _start_task(self, host: str, words: Sequence[str], env: dict[str, str]) -> None:
+    def _start(self, host: str, words: Sequence[str], env: dict[str, str]) -> Job:
         command = ["bash", "-c", _READ, "bash", *_CLI, *words]
-        self._tasks[host] = self.cluster.start(host, command, self.env | env)
-        self._jobs.append(self._tasks[host])
+        self._jobs.append(self.cluster.start(host, command, self.env | env))
+        return self._jobs[-1]
 
-    def start_agent(self, host: str) -> None:
+    def start_again(self, host: str) -> None:
         """Start a task again, after its host or the task was killed."""
-        words = ["agent", "--slots", str(SLOTS), "--run", str(self.run_on_hosts)]
-        self._start_task(host, words, {})
+        self._tasks[host] = self.start_agent(host, _TASK_SLOTS[host])
+
+    def start_agent(self, host: str, slots: int) -> Job:
+        """Start an agent on a host that the run can do without."""
+        words = ["agent", "--slots", str(slots), "--run", str(self.run_on_hosts)]
+        return self._start(host, words, {})
 
     def running(self) -> bool:
         return all(task.running() for task in self._tasks.values())
@@ -164,7 +173,7 @@ def _cut_the_power(job: AgentChaosJob, host: str, seconds: float) -> str:
     time.sleep(seconds)
     job.cluster.boot(host)
     job.disk.mount(host)
-    job.start_agent(host)
+    job.start_again(host)
     return f"{host} for {seconds:.1f} s"
 
 
@@ -197,7 +206,7 @@ def _kill_a_task(job: AgentChaosJob, choice: random.Random) -> str:
     job.cluster.kill([keeper])
     poll(lambda: not job.ranks(keeper.host), 5, f"the end of the ranks on {keeper.host}")
     time.sleep(choice.uniform(0, 5))
-    job.start_agent(keeper.host)
+    job.start_again(keeper.host)
     return named(keeper)
 
 
@@ -209,6 +218,27 @@ def _kill_a_rank_then_the_driver(job: AgentChaosJob, choice: random.Random) -> s
     time.sleep(seconds)
     job.cluster.kill([driver])
     return f"{named(rank)}, {named(driver)} {seconds:.2f} s later"
+
+
+def _lend_a_host(job: AgentChaosJob, choice: random.Random) -> str:
+    """A donor trains for a while, then leaves with notice, or its job is killed."""
+    donor = job.start_agent(_DONOR, SLOTS)
+    poll(lambda: _DONOR in job.starts()[-1]["hosts"], NO_STEP_SECONDS, "ranks on the donor")
+    job.wait_for_steps(time.time())
+    time.sleep(choice.uniform(0, 5))
+    starts, errors, with_notice = len(job.starts()), job.errors(), choice.choice([True, False])
+    keeper = job.process(_DONOR, _KEEPER)
+    if with_notice:
+        os.kill(keeper.pid, signal.SIGTERM)
+    else:
+        job.cluster.kill([keeper])
+    done = donor.wait(_END_SECONDS)
+    poll(lambda: _DONOR not in job.starts()[-1]["hosts"], NO_STEP_SECONDS, "the donor's leave")
+    if with_notice:
+        assert done.returncode == EXIT_PREEMPTED, done
+        lost = [start for start in job.starts()[starts:] if start["cause"] == "failure"]
+        assert not lost and job.errors() == errors, (lost, job.errors())
+    return f"{_DONOR} {'with' if with_notice else 'without'} notice"
 
 
 def _make_the_run_readable(job: AgentChaosJob, choice: random.Random) -> str:
@@ -240,7 +270,7 @@ _SAME = (
     *("kill a rank", "kill a rank with a helper process", "kill a second rank in the rendezvous"),
     *("kill two holders of one shard", "stop a rank", "kill a watchdog, then a rank"),
     *("cut a link", "drop datagrams", "block the disk", "fill the disk"),
-    *("take the disk away", "kill a rank on a full disk"),
+    *("take the disk away", "make the disk read-only", "kill a rank on a full disk"),
 )
 AGENT_FAULTS: dict[str, Fault] = {name: FAULTS[name] for name in _SAME} | {
     "cut the power of a host": Fault(_cut_a_hosts_power, errors=True),
@@ -255,4 +285,5 @@ AGENT_FAULTS: dict[str, Fault] = {name: FAULTS[name] for name in _SAME} | {
     "stop the readers": Fault(_stop_the_readers),
     "kill an agent": Fault(_kill_an_agent, errors=True),
     "kill a task": Fault(_kill_a_task, errors=True),
+    "lend a host": Fault(_lend_a_host, errors=True),
 }

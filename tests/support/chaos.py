@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -412,6 +413,20 @@ def _take_the_disk_away(job: ChaosJob, choice: random.Random) -> str:
     return f"for {seconds:.1f} s"
 
 
+def _make_the_disk_read_only(job: ChaosJob, choice: random.Random) -> str:
+    """As a file server fails over: the ranks train on meanwhile."""
+    seconds = choice.uniform(10, 25)
+    with job.disk.read_only():
+        began = time.time()
+        time.sleep(seconds)
+        end = time.time()
+    poll(lambda: job.lines()[-1]["time"] > end, NO_STEP_SECONDS, "a step on a writable disk")
+    steps = [began, *(t for line in job.lines() if began < (t := line["time"]) < end), end]
+    longest = max(after - before for before, after in itertools.pairwise(steps))
+    assert longest < seconds / 2, f"no step for {longest:.1f} of {seconds:.1f} s"
+    return f"for {seconds:.1f} s"
+
+
 def _kill_on_a_full_disk(job: ChaosJob, choice: random.Random) -> str:
     victim = choice.choice(job.ranks())
     with job.disk.full():
@@ -485,6 +500,7 @@ FAULTS = {
     "block the disk": Fault(_block_the_disk),
     "fill the disk": Fault(_fill_the_disk),
     "take the disk away": Fault(_take_the_disk_away),
+    "make the disk read-only": Fault(_make_the_disk_read_only, harmless=True),
     "kill a rank on a full disk": Fault(_kill_on_a_full_disk),
     "lose the host list": Fault(_lose_the_host_list),
     "lose host names": Fault(_lose_host_names),

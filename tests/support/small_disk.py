@@ -1,4 +1,4 @@
-"""A separate disk for some hosts, which can be blocked or full: ext4 in a file."""
+"""A separate disk for some hosts, which can be blocked, full or read-only: ext4 in a file."""
 
 from __future__ import annotations
 
@@ -80,14 +80,27 @@ class SmallDisk:
     @contextmanager
     def gone(self) -> Iterator[None]:
         """Take the disk away inside the context; an empty directory is there instead."""
-        hosts = [host for host in self._hosts if self._cluster.is_up(host)]
+        hosts = self._hosts_that_are_up()
         for host in hosts:
-            self._on(host, "umount", "--lazy", str(self._path))
+            self._unmount(host)
         try:
             yield
         finally:
             for host in hosts:
                 self.mount(host)
+
+    @contextmanager
+    def read_only(self) -> Iterator[None]:
+        """Make it read-only on all hosts inside the context; open files can still be written."""
+        hosts, path = self._hosts_that_are_up(), str(self._path)
+        for host in hosts:
+            self._on(host, "mount", "--bind", path, path)
+            self._on(host, "mount", "-o", "remount,bind,ro", path)
+        try:
+            yield
+        finally:
+            for host in hosts:
+                self._unmount(host)
 
     @staticmethod
     def can_be_slow() -> bool:
@@ -107,6 +120,12 @@ class SmallDisk:
             yield
         finally:
             _READ_LIMIT.write_text(f"{device} 0")
+
+    def _hosts_that_are_up(self) -> list[str]:
+        return [host for host in self._hosts if self._cluster.is_up(host)]
+
+    def _unmount(self, host: str) -> None:
+        self._on(host, "umount", "--lazy", str(self._path))
 
     def _on(self, host: str, *command: str) -> str:
         done = self._cluster.run(host, command, cwd=Path("/"))

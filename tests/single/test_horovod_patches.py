@@ -90,6 +90,49 @@ def test_horovodrun_names_a_host_that_ssh_does_not_reach() -> None:
     assert done.stderr == "horovodrun: could not connect to some hosts via ssh\n"
 
 
+# The first getpeername() of rank 1's event loop finds that the other side has left.
+LEFT = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef int Original(int, struct sockaddr *, socklen_t *);
+
+int getpeername(int fd, struct sockaddr *address, socklen_t *length) {
+  static int calls;
+  const char *rank = getenv("HOROVOD_RANK");
+  if (rank && rank[0] == '1' && syscall(SYS_gettid) != getpid() && !calls++) {
+    errno = ENOTCONN;
+    return -1;
+  }
+  return ((Original *)dlsym(RTLD_NEXT, "getpeername"))(fd, address, length);
+}
+"""
+INIT = """
+import horovod.torch as hvd
+try:
+    hvd.init()
+except ValueError:
+    print("init failed", flush=True)
+"""
+
+
+def test_connection_that_is_gone_at_once_fails_init_alone(tmp_path: Path) -> None:
+    (tmp_path / "left.c").write_text(LEFT)
+    library = tmp_path / "left.so"
+    compiler = ["cc", "-shared", "-fPIC", f"-o{library}", str(tmp_path / "left.c"), "-ldl"]
+    subprocess.run(compiler, check=True)
+    preload = ["env", f"LD_PRELOAD={library}", "HOROVOD_GLOO_TIMEOUT_SECONDS=20"]
+    command = horovodrun(2, [*preload, sys.executable, "-c", INIT])
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("init failed") == 2
+
+
 IDLE = """
 import time
 import horovod.torch as hvd

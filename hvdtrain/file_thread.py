@@ -39,6 +39,11 @@ class _FileThread:
                     self._late_since = began
             return 0.0
 
+    def wait(self, seconds: float) -> None:
+        with self._changed:
+            if self._thread is not None:
+                self._changed.wait_for(self._is_idle, seconds)
+
     def _is_idle(self) -> bool:
         return not self._busy and not self._waiting
 
@@ -67,3 +72,8 @@ def call_aside(write: Callable[[], None]) -> float:
         Seconds for which the thread has been late; 0 if it is not, or has only just become so.
     """
     return _thread.call(write)
+
+
+def wait_for_writes(seconds: float) -> None:
+    """Wait until all calls have been made, or for this time."""
+    _thread.wait(seconds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -75,6 +76,7 @@ class _File(WatchedFileHandler):
         super().__init__(path, delay=True)
         self._check = check
         self._lines: deque[str] = deque(maxlen=_MOST_LINES)
+        self._process = os.getpid()
 
     def open(self) -> None:
         """Open the file, also if it was removed; raise OSError if that is impossible."""
@@ -94,6 +96,9 @@ class _File(WatchedFileHandler):
         return super()._open()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if self._process != os.getpid():  # forked: the lines that wait are the parent's
+            self._process = os.getpid()
+            self._lines.clear()
         try:
             self._lines.append(self.format(record) + self.terminator)
         except Exception:
@@ -108,6 +113,9 @@ class _File(WatchedFileHandler):
                 assert self.stream is not None
                 self.stream.write(line)
                 self.stream.flush()
+
+    def flush(self) -> None:
+        """Do nothing: `_write` does, in the other thread. `logging.shutdown` must not wait."""
 
     def close(self) -> None:
         call_aside(self._close_stream)

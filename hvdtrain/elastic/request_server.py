@@ -151,7 +151,7 @@ class RequestServer(ServerThread):
         assert self._driver is not None
         words = path.split("/")[1:]
         try:
-            if method == "GET" and words[0] == "news" and len(words) == 2:
+            if method == "GET" and len(words) == 2 and words[0] == "news":
                 return _found(self._driver.news(int(words[1])))
             if method != "POST" or len(words) not in (2, 4):
                 return _BAD

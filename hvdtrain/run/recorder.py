@@ -24,6 +24,7 @@ from hvdtrain.config import Config
 from hvdtrain.elastic.status import RENDEZVOUS
 from hvdtrain.elastic.watchdog import KeptWatchdog
 from hvdtrain.errors import EXIT_CRASH, UserError, crash
+from hvdtrain.file_thread import wait_for_writes
 from hvdtrain.log import logger
 from hvdtrain.run_files.events_file import EventsFile
 from hvdtrain.run_files.metrics_file import MetricsFile
@@ -41,6 +42,7 @@ _SHORT_SINKS_TIMEOUT_S = 2.0
 # A run may be shorter than the import of a sink's package. Both timeouts together are less than the
 # 30 s for which an elastic driver waits for the last ranks.
 _SINK_IMPORTS_TIMEOUT_S = 15.0
+_WRITES_S = 5.0  # for the last lines of the run's files, on a slow disk
 _CONFIRM_S = 5.0  # to confirm that this process still owns the run
 # Wait for a save in progress when a generation has ended; the save is lost if it takes longer.
 _LAST_SAVE_SECONDS = 10.0
@@ -282,6 +284,8 @@ class RunRecorder:
         for file in (self.metrics, self.ranks):
             if file is not None:
                 file.close()
+        # Events on a slow disk: without the ownership of the run they would be left out.
+        wait_for_writes(_WRITES_S)
 
     def _export_history(self, exporter: Exporter) -> None:
         exporter.watch_total(

@@ -220,7 +220,8 @@ class MetricsFile:
                 if self._unwritten:
                     self._flush()
         except OSError as error:
-            self.report(error)
+            if self._unwritten:
+                self.report(error)
         self._closed = True  # a late write fails instead of writing into another file
         if self._unwritten:
             lines = self._unwritten.count(b"\n")

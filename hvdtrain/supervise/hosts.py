@@ -135,14 +135,18 @@ def end_orphans(hosts: Sequence[str], launch_id: str) -> list[str]:
         The hosts on which this failed or could not be tried.
     """
     script = _SCRIPT.format(entry=shlex.quote(f"{LAUNCH_VARIABLE}={launch_id}"))
+    end = time.monotonic() + _SECONDS
 
     def sweep(host: str) -> bool:
-        here = is_this_host(host)
+        here = is_this_host(host)  # resolving the name may take long
+        left = end - time.monotonic()
+        if left <= 0:
+            return False  # the next start may have begun, which a late sweep would kill
         # ssh passes the script to a login shell as one string; here sh gets it unchanged.
         argv = ["sh", "-c", script] if here else ["ssh", *SSH_OPTIONS, host, script]
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(
-                argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS, check=False
+                argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=left, check=False
             )
             return done.returncode == 0
         return False

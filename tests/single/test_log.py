@@ -44,22 +44,30 @@ def test_script_that_configures_logging_disables_no_line_of_a_run(
 BLOCKED = """
 import os, sys
 from pathlib import Path
-from hvdtrain import log
+from hvdtrain import file_thread, log
 path = Path(sys.argv[1]) / "rank_00000.jsonl"
 log.to_file(path.parent, 0, "host")
 path.unlink()
 os.mkfifo(path)
 for number in range(3):
     log.logger.error("%d", number)
-with path.open() as lines:
-    print(*(next(lines) for _ in range(3)), end="")
-log.close()
+forked = os.fork()
+if not forked:
+    log.logger.error("forked")
+    file_thread.wait_for_writes(50)
+    os._exit(0)
+with path.open() as file:
+    lines = [next(file) for _ in range(4)]
+    os.waitpid(forked, 0)
+    log.close()
+    print(*lines, *file, sep="", end="")
 """
 
 
-def test_log_file_without_response_blocks_no_rank_and_misses_no_line(tmp_path: Path) -> None:
+def test_log_file_without_response_blocks_no_rank_and_has_each_line_once(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", BLOCKED, str(tmp_path)]
     done = subprocess.run(
         argv, capture_output=True, text=True, env=environment(), check=True, timeout=60
     )
-    assert [json.loads(line)["message"] for line in done.stdout.splitlines()] == ["0", "1", "2"]
+    messages = [json.loads(line)["message"] for line in done.stdout.splitlines()]
+    assert sorted(messages) == ["0", "1", "2", "forked"]

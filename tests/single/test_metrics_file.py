@@ -12,6 +12,7 @@ from threading import Thread
 import pytest
 
 from hvdtrain.run_files.metrics_file import MetricsFile
+from hvdtrain.run_files.ownership import Ownership
 
 # Possible content after the lines of steps 1 to 3 when the run resumes from step 3.
 ENDS = {
@@ -59,6 +60,7 @@ _FULL_FOR_A_WHILE = """
 import resource, signal, sys
 from pathlib import Path
 from hvdtrain.run_files.metrics_file import MetricsFile
+from hvdtrain.run_files.ownership import Ownership
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -121,3 +123,13 @@ def test_steps_do_not_wait_for_a_file_that_accepts_no_lines(tmp_path: Path) -> N
     with path.open() as reader:
         assert [json.loads(reader.readline())["step"] for _ in steps] == list(steps)
     file.close()
+
+
+def test_close_reports_nothing_if_no_line_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", after=0)
+    file.write({"step": 1})
+    monkeypatch.setattr(Ownership, "held", lambda *_: False)  # it is unknown who owns the run
+    file.close()
+    assert file.failures == 0

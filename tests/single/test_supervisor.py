@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import elastic_horovodrun, mpirun_with_failure_detection
 from hvdtrain.run_files.host_records import LAUNCH_VARIABLE
+from hvdtrain.supervise import hosts, run_progress, supervisor
 from hvdtrain.supervise import policy as pace_module
-from hvdtrain.supervise import run_progress, supervisor
 from hvdtrain.supervise.hosts import end_orphans
 from hvdtrain.supervise.policy import Pace, RestartPolicy
 from hvdtrain.supervise.supervisor import SupervisedRun, Supervisor
@@ -294,6 +294,21 @@ def test_only_processes_of_the_launch_are_killed(tmp_path: Path) -> None:
 
 def test_unreachable_host_is_reported_as_not_cleaned() -> None:
     assert end_orphans(["no-such-host.invalid", "localhost"], "/none") == ["no-such-host.invalid"]
+
+
+def test_sweep_of_a_host_whose_name_resolves_late_kills_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolved, swept = threading.Event(), list[object]()
+    monkeypatch.setattr(hosts, "_SECONDS", 0.2)
+    monkeypatch.setattr(hosts, "is_this_host", lambda _: resolved.wait(60))
+    monkeypatch.setattr(subprocess, "run", lambda *argv, **_: swept.append(argv))
+    before = {*threading.enumerate()}
+    assert end_orphans(["late"], "/none") == ["late"]
+    resolved.set()
+    for sweep in {*threading.enumerate()} - before:
+        sweep.join(20)
+    assert not swept
 
 
 def test_missing_launcher_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

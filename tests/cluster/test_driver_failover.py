@@ -176,15 +176,6 @@ def own_job() -> Iterator[AgentJob]:
     yield from _start()
 
 
-@pytest.fixture
-def hanging() -> Iterator[tuple[AgentJob, HangingDisk]]:
-    """A job for one test, and the disk of its run directory."""
-    _check(namespaces.why_not() or HangingDisk.why_not())
-    with Cluster(HOSTS, sshd=False) as cluster:
-        disk = HangingDisk(cluster, HOSTS, cluster.shared / "runs")
-        yield AgentJob(cluster, disk=disk), disk
-
-
 def check_no_pause(job: AgentJob, began: float, ranks: list[Process]) -> None:
     """Check that the ranks trained on as if nothing had happened since a unix time."""
     job.wait_for_world(2, time.time() + 1)
@@ -231,37 +222,6 @@ def test_ranks_train_on_while_the_run_directory_is_read_only(job: AgentJob) -> N
         assert job.cluster.ranks() == ranks, job.output()
     job.wait_for_another_driver(before)
     check_no_pause(job, began, ranks)
-
-
-def _check_that_ranks_train_on_without_directory(
-    job: AgentJob, disk: HangingDisk, kill_driver: bool
-) -> None:
-    job.wait_for_world(2)
-    ranks, before, began, old = job.cluster.ranks(), job.token(), time.time(), job.driver()
-    with disk.without_response():
-        if kill_driver:
-            job.cluster.kill([old])
-        poll(lambda: old not in job.cluster.processes(old.host), 30, "the end of the driver")
-        time.sleep(DRIVER_TIMEOUT + 3)
-        seconds = time.time() - began
-    job.wait_for_another_driver(before)
-    job.wait_for_world(2, time.time() + 1)
-    assert job.cluster.ranks() == ranks, job.output()
-    assert job.longest_step(began) < seconds / 2, job.output()
-    assert "continuing with" not in job.output()
-
-
-def test_ranks_train_on_without_driver_while_the_directory_hangs(
-    hanging: tuple[AgentJob, HangingDisk],
-) -> None:
-    _check_that_ranks_train_on_without_directory(*hanging, kill_driver=True)
-
-
-@pytest.mark.soak
-def test_ranks_train_on_while_the_run_directory_hangs(
-    hanging: tuple[AgentJob, HangingDisk],
-) -> None:
-    _check_that_ranks_train_on_without_directory(*hanging, kill_driver=False)
 
 
 def _generations(job: AgentJob) -> int:
@@ -387,3 +347,43 @@ def test_tasks_exit_with_75_when_all_hosts_with_ranks_are_dead(own_job: AgentJob
         own_job.cluster.kill_host(host)
     done = own_job.tasks["node3"].wait(DRIVER_TIMEOUT + 40)
     assert done.returncode == EXIT_PREEMPTED, done
+
+
+@pytest.fixture
+def hanging() -> Iterator[tuple[AgentJob, HangingDisk]]:
+    """A job for one test, and the disk of its run directory."""
+    _check(namespaces.why_not() or HangingDisk.why_not())
+    with Cluster(HOSTS, sshd=False) as cluster:
+        disk = HangingDisk(cluster, HOSTS, cluster.shared / "runs")
+        yield AgentJob(cluster, disk=disk), disk
+
+
+def _check_that_ranks_train_on_without_directory(
+    job: AgentJob, disk: HangingDisk, kill_driver: bool
+) -> None:
+    job.wait_for_world(2)
+    ranks, before, began, old = job.cluster.ranks(), job.token(), time.time(), job.driver()
+    with disk.without_response():
+        if kill_driver:
+            job.cluster.kill([old])
+        poll(lambda: old not in job.cluster.processes(old.host), 30, "the end of the driver")
+        time.sleep(DRIVER_TIMEOUT + 3)
+        seconds = time.time() - began
+    job.wait_for_another_driver(before)
+    job.wait_for_world(2, time.time() + 1)
+    assert job.cluster.ranks() == ranks, job.output()
+    assert job.longest_step(began) < seconds / 2, job.output()
+    assert "continuing with" not in job.output()
+
+
+def test_ranks_train_on_without_driver_while_the_directory_hangs(
+    hanging: tuple[AgentJob, HangingDisk],
+) -> None:
+    _check_that_ranks_train_on_without_directory(*hanging, kill_driver=True)
+
+
+@pytest.mark.soak
+def test_ranks_train_on_while_the_run_directory_hangs(
+    hanging: tuple[AgentJob, HangingDisk],
+) -> None:
+    _check_that_ranks_train_on_without_directory(*hanging, kill_driver=False)

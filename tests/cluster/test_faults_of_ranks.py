@@ -44,12 +44,14 @@ def test_dead_watchdog_is_restarted_in_the_next_generation(
     assert log.count("watchdog ended") == 1, (log, done)
 
 
-def test_survivors_continue_when_a_disk_hangs_rank_0(
+def test_survivors_continue_when_a_disk_hangs_a_task_in_rank_0(
     job: Callable[..., ElasticJob], cluster: Cluster, runs: Path
 ) -> None:
     run = runs / "case"
     disk = Frozen(cluster, run)  # node1 writes there; node2 has another disk in its place
-    running = job(np=3, hosts="node1:1 node2:2", arguments=f"--elastic.hang_seconds {HANG_SECONDS}")
+    writing = f"--task tests.support.disturbed:Writing --elastic.hang_seconds {HANG_SECONDS}"
+    env = {"HVDTRAIN_TEST_FILE": str(run / "of-the-task")}
+    running = job(np=3, hosts="node1:1 node2:2", arguments=writing, env=env)
     running.run = own = cluster.file("node1", str(run))
     running.wait_for_step(10)
     disk.freeze()
@@ -64,7 +66,7 @@ def test_survivors_continue_when_a_disk_hangs_rank_0(
         )
         said = running.job.output()
         assert "process 0 on node1 is given up" in said, said
-        assert "while PREPARING" in said, said
+        assert "while WORKING" in said, said
     finally:
         disk.thaw()
     running.wait_for_world(3, 40)  # its slot is used again after it has ended

@@ -131,6 +131,22 @@ class Held(Paced):
             time.sleep(0.02)
 
 
+class Writing(Paced):
+    """Paced; the process that was started as number 0 also writes a file in each micro-batch.
+
+    HVDTRAIN_TEST_FILE: the file.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._writes = launched_rank(psutil.Process().environ()) == 0  # as it was at the start
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        if self._writes:
+            Path(os.environ["HVDTRAIN_TEST_FILE"]).write_text("")
+        return super().loss(model, batch)
+
+
 READS = 12  # of a file
 SECONDS = 0.5  # that each takes
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from hvdtrain.runtime.phases import PhaseTimer
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATUS_BYTES = 1 << 14
 
 
 class HighWater:
@@ -20,7 +23,11 @@ class HighWater:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
-        self._settable = _high_water_mark() is not None
+        # Kept open: the marks are read and reset at each change of the phase.
+        self._status, self._clear_refs = _STATUS.open("rb", 0), None
+        if _mark_in(self._status.read()) is not None:
+            with suppress(OSError):
+                self._clear_refs = _CLEAR_REFS.open("wb", 0)
         self.set_back()
 
     def read(self) -> tuple[int, int | None]:
@@ -29,20 +36,21 @@ class HighWater:
         Returns:
             Resident memory on the host; memory of tensors on the device (None without a GPU).
         """
+        host = _resident_peak(os.pread(self._status.fileno(), _STATUS_BYTES, 0))
         if self._device is None:
-            return resident_peak(), None
-        return resident_peak(), torch.cuda.max_memory_allocated(self._device)
+            return host, None
+        return host, torch.cuda.max_memory_allocated(self._device)
 
     def set_back(self) -> bool:
         """Reset the marks; return whether the kernel allows resetting the host's mark."""
-        if self._settable:
+        if self._clear_refs is not None:
             try:
-                _CLEAR_REFS.write_text("5")  # proc(5): sets VmHWM to the current resident size
+                self._clear_refs.write(b"5")  # proc(5): sets VmHWM to the current resident size
             except OSError:
-                self._settable = False
+                self._clear_refs = None
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
-        return self._settable
+        return self._clear_refs is not None
 
 
 @dataclass(eq=False)
@@ -118,13 +126,17 @@ class PeakMemory:
 
 def resident_peak() -> int:
     """Return the peak resident memory of this process in bytes, since HighWater last reset it."""
-    mark = _high_water_mark()
+    return _resident_peak(_STATUS.read_bytes())
+
+
+def _resident_peak(status: bytes) -> int:
+    mark = _mark_in(status)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if mark is None else mark
 
 
-def _high_water_mark() -> int | None:
+def _mark_in(status: bytes) -> int | None:
     """Return the mark that can be reset; None: this kernel has none, like gVisor's."""
-    found = _STATUS.read_text().partition("VmHWM:")[2].split(maxsplit=1)
+    found = status.partition(b"VmHWM:")[2].split(maxsplit=1)
     return int(found[0]) * 1024 if found else None
 
 

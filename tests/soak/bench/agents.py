@@ -299,7 +299,7 @@ def _peak_memory(pid: int) -> float:
 def _drive(run: str, ranks: str) -> int:
     hosts = -(-int(ranks) // SLOTS)
     plan = AllocationRun(int(ranks), int(ranks), SLOTS, 600.0, 60.0, ["true"], Path(run))
-    return AllocationDriver(plan, hosts).run(os.open(os.devnull, os.O_WRONLY))
+    return AllocationDriver(plan, hosts, os.getcwd()).run(os.open(os.devnull, os.O_WRONLY))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Peaks:
 
 
 class PeakMemory:
-    """Peaks of a process by phase; while they are recorded, a phase change takes 0.1 ms.
+    """Peaks of a process by phase; while they are recorded, a phase change takes 0.01 ms.
 
     Attributes:
         of_run: peaks in the steps that the ranks compare.

@@ -23,6 +23,7 @@ from hvdtrain.run_files.events_file import read_lines
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PACKAGES = REPOSITORY / "build/torchft"
+LIGHTHOUSE = PACKAGES / "bin/torchft_lighthouse"
 GROUP = Path(__file__).with_name("torchft_group.py")  # not imported: torchft is not on this path
 PINS = """
     torchft-nightly==2026.10.26 googleapis-common-protos==1.76.0 opentelemetry-api==1.45.2
@@ -65,7 +66,7 @@ def peer_recovery(kills: int) -> Report:
 
 
 def _install() -> None:
-    if PACKAGES.exists():
+    if LIGHTHOUSE.exists():
         return
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
     if subprocess.run([*pip, str(PACKAGES), *PINS.split()]).returncode:
@@ -83,7 +84,7 @@ class Groups:
         self._stack = ExitStack()
 
     def __enter__(self) -> Groups:
-        lighthouse = [str(PACKAGES / "bin/torchft_lighthouse"), "--min_replicas", "1"]
+        lighthouse = [str(LIGHTHOUSE), "--min_replicas", "1"]
         lighthouse += ["--bind", "[::]:0", *self._options]
         self._start([sys.executable, *lighthouse], "lighthouse")
         self._env["TORCHFT_LIGHTHOUSE"] = self._wait(self._address, "the lighthouse")

@@ -218,6 +218,7 @@ class RankPasses:
         interleaved = owner.interleaved
         self._together = min(interleaved.count if interleaved else 1, len(assignment))
         self._losses: list[Tensor] = []  # of forward passes whose backward pass has not begun
+        self._values: list[Values] = []  # of the micro-batches so far
         self._deferred: list[tuple[Tensor, Sequence[Tensor]]] = []  # see `backward_of_some`
         self._taken = self._done = 0
         self._during_forward = ExitStack()
@@ -323,7 +324,7 @@ class RankPasses:
         self._check_turn()
         self._require_unchanged()
         self._done += 1
-        owner.forward.add(self._totals.values, values)
+        self._values.append(values._replace(loss=values.loss.detach()))
         if context.mesh.counts:
             owner.statistics.collect(self._totals.statistics)
         if self._deferred:
@@ -335,6 +336,7 @@ class RankPasses:
         self._losses.append(owner.forward.scaled(values.loss))
         del values
         if self.complete:
+            owner.forward.add(self._totals.values, self._values)
             if self.changing is not None:
                 self.changing.look()
             self._send(False)  # the totals are complete
@@ -479,10 +481,11 @@ class Forward:
             loss = self._precision.loss_scale.scaled(loss)
         return loss / self._micro_batches
 
-    def add(self, totals: Totals, values: Values) -> None:
-        """Add the values of a training micro-batch, if this rank counts."""
-        if self._counts:
-            self._add(totals, values, values.all / self._micro_batches, 0)
+    def add(self, totals: Totals, values: Sequence[Values]) -> None:
+        """Add the values of training micro-batches, if this rank counts."""
+        if self._counts and values:
+            given = torch.stack([one.all for one in values])
+            self._add(totals, values, given, given / self._micro_batches, 0)
 
     def add_samples(self, totals: Totals, values: Values, samples: int) -> None:
         """Add the values of an evaluation batch, if this rank counts.
@@ -492,12 +495,20 @@ class Forward:
                 it.
         """
         if self._counts and samples:
-            self._add(totals, values, values.all * samples, samples)
+            given = values.all[None]
+            self._add(totals, [values], given, given * samples, samples)
 
-    def _add(self, totals: Totals, values: Values, parts: Tensor, weight: float) -> None:
-        rows = rows_of(values.all, values.pairs, parts, weight)
+    def _add(
+        self,
+        totals: Totals,
+        values: Sequence[Values],
+        given: Tensor,
+        parts: Tensor,
+        weight: float,
+    ) -> None:
+        rows = rows_of(given, [one.pairs for one in values], parts, weight)
         if not self._weighs:
-            rows[1:] = 0.0  # ranks that share a sequence sum their values, but count one weight
+            rows[:, 1:] = 0.0  # ranks that share a sequence sum their values, but count one weight
         totals.add(rows)
 
     def derived(self, values: dict[str, float]) -> dict[str, float]:
@@ -516,11 +527,11 @@ class Forward:
 
 def rows_of(
     values: Tensor,
-    pairs: tuple[Tensor, Tensor] | None,
+    pairs: Sequence[tuple[Tensor, Tensor] | None],
     parts: Tensor,
     weight: float,
 ) -> Tensor:
-    """Summands of the loss and the metrics of a micro-batch; one column per value.
+    """Summands of the loss and the metrics of micro-batches; one column per value.
 
     A value that a task gives as a mean over the samples of a micro-batch is added as its share of
     the mean over the global batch, and has no weight in training. A value given as (sum, weight),
@@ -528,23 +539,26 @@ def rows_of(
     the global batch is the sum of the sums divided by the sum of the weights.
 
     Args:
-        values: values of the micro-batch.
-        pairs: which values are (sum, weight), and their weights; None: no value is.
-        parts: summands of the values that are means.
+        values: (micro-batches, values).
+        pairs: for each micro-batch, see Values.
+        parts: summands of the values that are means, (micro-batches, values).
         weight: weight of these means.
 
     Returns:
-        3 rows, float64: sums, weights, and whether the value was given as (sum, weight).
+        Float64, (micro-batches, 3, values). The 3 rows are sums, weights, and whether the value was
+        given as (sum, weight).
     """
-    rows = torch.zeros(3, len(parts), dtype=torch.float64, device=parts.device)
-    if pairs is None:
-        rows[0] = parts
-        rows[1] = weight
-    else:
-        is_pair, weights = pairs
-        rows[0] = torch.where(is_pair, values, parts)
-        rows[1] = torch.where(is_pair, weights, weight)
-        rows[2] = is_pair
+    count, columns = parts.shape
+    rows = torch.zeros(count, 3, columns, dtype=torch.float64, device=parts.device)
+    if not any(pairs):
+        rows[:, 0] = parts
+        rows[:, 1] = weight
+        return rows
+    none = parts.new_zeros(columns, dtype=torch.bool), rows.new_zeros(columns)
+    is_pair, weights = map(torch.stack, zip(*(one or none for one in pairs), strict=True))
+    rows[:, 0] = torch.where(is_pair, values, parts)
+    rows[:, 1] = torch.where(is_pair, weights, weight)
+    rows[:, 2] = is_pair
     return rows
 
 
@@ -598,15 +612,20 @@ class Totals:
         return 2 if exact else 1
 
     def add(self, numbers: Tensor) -> None:
-        """Add `numbers`, which have the shape of a part and any floating-point dtype."""
+        """Add numbers.
+
+        Args:
+            numbers: (count, ...), of which each has the shape of a part; any floating-point dtype.
+        """
         if len(self.parts) == 1:
-            self.parts[0].add_(numbers)
+            for addend in numbers.unbind():  # in this order: it decides the last bits
+                self.parts[0].add_(addend)
             return
         numbers = numbers.double()
         coarse = _rounded(numbers, _COARSE)
-        self.parts[0].add_(coarse)
+        self.parts[0].add_(coarse.sum(dim=0))
         # An infinite number has no remainder.
-        self.parts[1].add_(_rounded((numbers - coarse).nan_to_num_(0.0), _FINE))
+        self.parts[1].add_(_rounded((numbers - coarse).nan_to_num_(0.0), _FINE).sum(dim=0))
 
     def value(self) -> Tensor:
         """Return the sums."""
@@ -733,7 +752,7 @@ class BatchStatistics:
         if self.numel:
             with torch.no_grad():
                 torch._foreach_copy_(self._now_of, self._buffers())
-                changes.add(self._now.sub_(self._start))
+                changes.add(self._now.sub_(self._start)[None])
 
     @torch.no_grad()
     def apply(self, changes: Tensor) -> None:

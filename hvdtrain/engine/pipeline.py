@@ -130,8 +130,8 @@ class Pipeline:
                 f"{' and '.join(map(str, [*shapes][:2]))}: pad them to one shape"
             )
         self._changes, self._names = totals.statistics, self.forward.names
-        for _, values in self._run(own, self._of_shards(shapes.pop()), train=True):
-            self.forward.add(totals.values, values)
+        found = self._run(own, self._of_shards(shapes.pop()), train=True)
+        self.forward.add(totals.values, [values for _, values in found])
         self._context.timer.enter("data")
         send(True)
 

@@ -23,11 +23,11 @@ def test_total_is_exact_for_any_order_and_number_of_ranks(
 ) -> None:
     alone = _totals()
     for number in numbers:
-        alone.add(torch.tensor([number], dtype=torch.float64))
+        alone.add(torch.tensor([[number]], dtype=torch.float64))
     shuffled = data.draw(st.permutations(numbers))
     each = [_totals() for _ in range(ranks)]
     for place, number in enumerate(shuffled):
-        each[place % ranks].add(torch.tensor([number], dtype=torch.float64))
+        each[place % ranks].add(torch.tensor([[number]], dtype=torch.float64))
     together = Totals(sum((t.parts for t in each[1:]), each[0].parts))
     assert together.value().item() == alone.value().item()
     expected = math.fsum(numbers)
@@ -38,7 +38,7 @@ def test_nonfinite_numbers_make_the_total_nonfinite() -> None:
     for exact in (False, True):
         for number in (math.inf, -math.inf):
             totals = _totals(exact)
-            totals.add(torch.tensor([number]))
+            totals.add(torch.tensor([[number]]))
             assert totals.value().item() == number
-        totals.add(torch.tensor([math.nan]))
+        totals.add(torch.tensor([[math.nan]]))
         assert math.isnan(totals.value().item())

@@ -23,21 +23,27 @@ class _FileThread:
         self._busy = False
         self._late_since: float | None = None
 
-    def call(self, write: Callable[[], None]) -> float:
+    def call(self, write: Callable[[], None], later: bool) -> float:
         with self._changed:
             if self._thread is None or not self._thread.is_alive():  # a bug in `write` ends it
                 self._thread = threading.Thread(target=self._serve, name="files", daemon=True)
                 self._thread.start()
+            late = 0.0 if self._late_since is None else time.monotonic() - self._late_since
+            if later:
+                self._catch_up()
             if write not in self._waiting:
                 self._waiting.append(write)
             self._changed.notify_all()
-            if self._late_since is not None:
-                return time.monotonic() - self._late_since
-            if threading.current_thread() is not self._thread:
-                began = time.monotonic()
-                if not self._changed.wait_for(self._is_idle, _SECONDS):
-                    self._late_since = began
-            return 0.0
+            if not later:
+                self._catch_up()
+            return late
+
+    def _catch_up(self) -> None:
+        """Wait for earlier calls, unless they are late already."""
+        if self._late_since is None and threading.current_thread() is not self._thread:
+            began = time.monotonic()
+            if not self._changed.wait_for(self._is_idle, _SECONDS):
+                self._late_since = began
 
     def wait(self, seconds: float) -> None:
         with self._changed:
@@ -62,16 +68,19 @@ class _FileThread:
 _thread = _FileThread()
 
 
-def call_aside(write: Callable[[], None]) -> float:
+def call_aside(write: Callable[[], None], later: bool = False) -> float:
     """Call `write`, which raises nothing, in the thread; return after a second at the latest.
 
     If it takes longer, later calls return at once, until the thread has caught up. A call that is
     equal to one that waits is dropped: `write` writes all that there is to write.
 
+    Args:
+        later: do not wait for this call, but for earlier ones: for writes in each step.
+
     Returns:
         Seconds for which the thread has been late; 0 if it is not, or has only just become so.
     """
-    return _thread.call(write)
+    return _thread.call(write, later)
 
 
 def wait_for_writes(seconds: float) -> None:

@@ -155,10 +155,14 @@ class MetricsFile:
             self._lock.release()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line; it reaches the operating system at once and the disk with `sync`."""
+        """Append one line.
+
+        It reaches the operating system at once, or with the next line if this takes longer than a
+        step, and the disk with `sync`.
+        """
         self.last_step = record["step"]
         self._unwritten += json.dumps(record).encode() + b"\n"
-        if call_aside(self._write_waiting) > _HELD_SECONDS and not self._failed:
+        if call_aside(self._write_waiting, later=True) > _HELD_SECONDS and not self._failed:
             self.report(OSError(errno.ETIMEDOUT, "no response"))
 
     def _write_waiting(self) -> None:

@@ -11,6 +11,7 @@ from threading import Thread
 
 import pytest
 
+from hvdtrain.file_thread import wait_for_writes
 from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.run_files.ownership import Ownership
 
@@ -130,6 +131,7 @@ def test_close_reports_nothing_if_no_line_waits(
 ) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl", after=0)
     file.write({"step": 1})
+    wait_for_writes(50)
     monkeypatch.setattr(Ownership, "held", lambda *_: False)  # it is unknown who owns the run
     file.close()
     assert file.failures == 0

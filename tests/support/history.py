@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.file_thread import wait_for_writes
 from hvdtrain.run_files.events_file import EventsFile, read_lines
 from hvdtrain.run_files.metrics_file import MetricsFile
 
@@ -177,6 +178,7 @@ class History:
             **({"validation_perplexity": float(self.step)} if evaluated else {}),
         }
         self._metrics.write(record)
+        wait_for_writes(50)  # a step later in a run, but here there is no step
         self._lines[self.step] = STEP
         self._sign = self.clock
         if evaluated:

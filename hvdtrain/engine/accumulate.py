@@ -158,7 +158,8 @@ class Accumulate:
             watch: gradients that must not change between the passes; None: they are not watched.
         """
         passes = RankPasses(self, batches, assignment, totals, send)
-        passes.autocast, passes.watch = self.precision, watch
+        passes.autocast = self.precision if self.precision.casts else None
+        passes.watch = watch
         passes.changing = self.changing
         return passes
 

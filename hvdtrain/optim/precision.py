@@ -34,13 +34,18 @@ class Precision:
     name: str = "float32"
     loss_scale: LossScale | None = None
 
+    @property
+    def casts(self) -> bool:
+        """Whether forward passes run with `autocast`."""
+        return self.name in _DTYPES
+
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """Context for a forward pass; backward runs outside of it.
 
         Also for `bf16-params`: a batch is float32 if the task makes it so, and torch decides for
         each operation whether it needs float32 (losses, norms).
         """
-        if self.name not in _DTYPES:
+        if not self.casts:
             return nullcontext()
         return torch.autocast(device.type, _DTYPES[self.name])
 

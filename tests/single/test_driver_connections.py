@@ -120,6 +120,8 @@ def test_driver_without_free_files_says_so_once_and_does_not_spin(
     servers = Servers(tmp_path / "errors")
     with ExitStack() as stack:
         stack.callback(servers.close)
+        # Linux refuses an accept for want of files before it looks for a connection.
+        poll(lambda: int(servers.ask("count")) >= 2, SECONDS, "both servers accept")
         assert servers.ask("fill") == "filled"
         where = "127.0.0.1", servers.ports[server]
         stack.enter_context(socket.create_connection(where, SECONDS))

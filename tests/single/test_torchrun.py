@@ -138,7 +138,8 @@ def test_torchrun_restarts_once_from_the_checkpoint_then_ends(tmp_path: Path) ->
         tmp_path, [*TINY, *run_id, "--train.duration", "100000"], "torchrun:2:--max-restarts 1"
     )
     try:
-        _wait_for_step(tmp_path / "a", 10)
+        checkpoints = tmp_path / "a/checkpoints"
+        poll(lambda: any(checkpoints.glob("step_*/complete")), 60, "a checkpoint")
         _kill_a_rank(job)
         job.wait_for("resumed from the checkpoint of step", 60)
         resumed = len(metrics(tmp_path / "a"))

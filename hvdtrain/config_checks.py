@@ -140,18 +140,32 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _excludes(first: str, second: str, why: str) -> Check:
-    """A check of two terms that exclude each other; `first`: a term, or `_SPANS`."""
-    ones, other = [_Term(text) for text in first.split(", ")], _Term(second)
+class _Spans:
+    """The term that one model spans ranks, along any axis."""
+
+    markdown = "a degree of `parallel` above 1"
+
+    def holds(self, config: Any) -> bool:
+        return bool(config.parallel.spans_ranks)
+
+    def shown(self, config: Any) -> str:
+        return str(config.parallel.first_degree)
+
+
+_SPANS = _Spans()
+
+
+def _excludes(first: str | _Spans, second: str, why: str) -> Check:
+    """A check of two terms that exclude each other."""
+    one = _Term(first) if isinstance(first, str) else first
+    other = _Term(second)
 
     def find(config: Any) -> str:
-        one = next((term for term in ones if term.holds(config)), None)
-        if one is None or not other.holds(config):
+        if not one.holds(config) or not other.holds(config):
             return ""
         return f"{one.shown(config)} excludes {other.shown(config)}: {why}"
 
-    names = ones[0].markdown if len(ones) == 1 else "a degree of `parallel` above 1"
-    return Check(f"{names} excludes {other.markdown}", why, find)
+    return Check(f"{one.markdown} excludes {other.markdown}", why, find)
 
 
 def _requires(first: str, second: str, why: str) -> Check:
@@ -205,7 +219,6 @@ def _find_needless_copies(config: Any) -> str:
 
 _EXACT_BITS = "results would depend on the machine on which the run began"
 _NOT_TESTED = "not tested together"
-_SPANS = "parallel.tensor !1, parallel.context !1, parallel.shard.degree !1, parallel.pipeline !1"
 _ELEMENTWISE = "optim.name adamw|adam|sgd|lion"
 _FOR_GRADIENTS = "parameters are exchanged, not the gradients of each step"
 _ADASUM_WHOLE = "Adasum combines whole float32 gradients"

@@ -7,6 +7,7 @@ from typing import Literal
 
 from hvdtrain.config_tiers import expert
 from hvdtrain.errors import require
+from hvdtrain.runtime.mesh import key_of_degree
 
 # Axes of one replica, in the order in which their ranks are placed within a host: neighbors on the
 # first axis communicate most.
@@ -77,9 +78,15 @@ class ParallelConfig:
         }
 
     @property
+    def first_degree(self) -> str:
+        """The first degree above 1, as on the command line; "": all are 1."""
+        spans = (f"{key_of_degree(axis)} {n}" for axis, n in self.degrees.items() if n > 1)
+        return next(spans, "")
+
+    @property
     def spans_ranks(self) -> bool:
         """Whether a replica of the model needs more than one rank."""
-        return any(degree > 1 for degree in self.degrees.values())
+        return bool(self.first_degree)
 
     @property
     def any(self) -> bool:

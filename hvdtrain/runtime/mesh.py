@@ -61,7 +61,7 @@ DATA = "data"
 # Axes along which a rank waits for the other ranks of its replica.
 WAITED = ("pipeline", "context", "tensor", "shard")
 # Labels of the axes in a rank's exporter.
-LABELS = {DATA: "dp", "pipeline": "pp", "shard": "sp", "context": "cp", "tensor": "tp"}
+LABELS = {DATA: "dp", "pipeline": "pp", "shard": "fsdp", "context": "cp", "tensor": "tp"}
 
 
 @dataclass(frozen=True)

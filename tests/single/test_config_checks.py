@@ -11,13 +11,14 @@ import pytest
 from hvdtrain.config import parse
 from hvdtrain.config_checks import CHECKS, RANK_CHECKS, Ranks, check_ranks
 from hvdtrain.errors import EXIT_USER, UserError
+from hvdtrain.parallel.config import AXES
 from hvdtrain.run import start_checks
 from hvdtrain.run.start_checks import raise_first
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.collectives import AgreedError
+from hvdtrain.runtime.mesh import key_of_degree
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-AXES = ("tensor", "pipeline", "context", "shard")
 
 # A value that enables a key, or that a check names, for each term of the tables.
 TERM = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)*)(?: ([^`]+))?`( above 1| other than `(\S+)`)?")
@@ -47,10 +48,10 @@ EXCLUSIONS = [check for check in CHECKS if " excludes " in check.combination]
 REQUIREMENTS = [check for check in CHECKS if " requires " in check.combination]
 
 
-def _flags(text: str) -> list[str]:
+def _flags(text: str, axis: str = AXES[0]) -> list[str]:
     """Return flags that make all terms in a combination's text true."""
     if text.startswith("a degree of `parallel`"):
-        return ["--parallel.tensor=2"]
+        return [f"--{key_of_degree(axis)}=2"]
     match = TERM.match(text)
     assert match is not None, text
     key, value, above, _ = match.groups()
@@ -61,12 +62,13 @@ def _flags(text: str) -> list[str]:
 def test_each_excluded_combination_is_refused_with_its_reason(check: object) -> None:
     combination, why = check.combination, check.why  # type: ignore[attr-defined]
     first, second = combination.split(" excludes ")
-    flags = [*_flags(first), *_flags(second)]
-    if "exchange.name exact" in combination:
-        flags.append("--runtime.threads=1")
-    with pytest.raises(UserError) as refused:
-        parse(["--task", "tests.support.tasks:Regression", *flags])
-    assert str(refused.value).endswith(why) and " excludes " in str(refused.value)
+    for axis in AXES if first.startswith("a degree of") else AXES[:1]:
+        flags = [*_flags(first, axis), *_flags(second)]
+        if "exchange.name exact" in combination:
+            flags.append("--runtime.threads=1")
+        with pytest.raises(UserError) as refused:
+            parse(["--task", "tests.support.tasks:Regression", *flags])
+        assert str(refused.value).endswith(why) and " excludes " in str(refused.value)
 
 
 @pytest.mark.parametrize("check", REQUIREMENTS, ids=lambda check: check.combination)

@@ -1,11 +1,10 @@
-"""Thread for writes to a run's files: a disk without response delays a caller only once."""
+"""Thread for writes to a run's files: a disk without response delays its callers only once."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 _SECONDS = 1.0
@@ -18,71 +17,73 @@ class _FileThread:
 
     def _reset(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: deque[Callable[[], None]] = deque()
+        # Call -> time.monotonic() at which it is due.
+        self._waiting: dict[Callable[[], None], float] = {}
+        self._writing: float | None = None  # when the call in progress was due
         self._thread: threading.Thread | None = None
-        self._busy = False
-        self._late_since: float | None = None
 
-    def call(self, write: Callable[[], None], later: bool) -> float:
+    def call(self, write: Callable[[], None], delay: float) -> float:
         with self._changed:
             if self._thread is None or not self._thread.is_alive():  # a bug in `write` ends it
                 self._thread = threading.Thread(target=self._serve, name="files", daemon=True)
                 self._thread.start()
-            late = 0.0 if self._late_since is None else time.monotonic() - self._late_since
-            if later:
-                self._catch_up()
-            if write not in self._waiting:
-                self._waiting.append(write)
-            self._changed.notify_all()
-            if not later:
-                self._catch_up()
-            return late
-
-    def _catch_up(self) -> None:
-        """Wait for earlier calls, unless they are late already."""
-        if self._late_since is None and threading.current_thread() is not self._thread:
-            began = time.monotonic()
-            if not self._changed.wait_for(self._is_idle, _SECONDS):
-                self._late_since = began
+            now = time.monotonic()
+            late = max(0.0, now - self._first_due(now))
+            if self._waiting.get(write, now + delay + 1) > now + delay:
+                self._waiting[write] = now + delay
+                self._changed.notify_all()
+            if not delay and threading.current_thread() is not self._thread:
+                self._changed.wait_for(self._is_idle, max(0.0, _SECONDS - late))
+            return late if late > _SECONDS else 0.0
 
     def wait(self, seconds: float) -> None:
         with self._changed:
             if self._thread is not None:
+                self._waiting = dict.fromkeys(self._waiting, time.monotonic())
+                self._changed.notify_all()
                 self._changed.wait_for(self._is_idle, seconds)
 
+    def _first_due(self, default: float) -> float:
+        """When the first call was or is due that is not done."""
+        first = min(self._waiting.values(), default=default)
+        return first if self._writing is None else min(first, self._writing)
+
     def _is_idle(self) -> bool:
-        return not self._busy and not self._waiting
+        """Whether no call is in progress or due."""
+        now = time.monotonic()
+        return self._writing is None and all(due > now for due in self._waiting.values())
 
     def _serve(self) -> None:
         while True:
             with self._changed:
-                self._busy = False
-                if not self._waiting:
-                    self._late_since = None
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: bool(self._waiting))
-                write, self._busy = self._waiting.popleft(), True
+                self._writing = None
+                self._changed.notify_all()
+                while self._is_idle():
+                    first = min(self._waiting.values(), default=None)
+                    self._changed.wait(None if first is None else first - time.monotonic())
+                write = min(self._waiting, key=self._waiting.__getitem__)
+                self._writing = self._waiting.pop(write)
             write()
 
 
 _thread = _FileThread()
 
 
-def call_aside(write: Callable[[], None], later: bool = False) -> float:
+def call_aside(write: Callable[[], None], delay: float = 0.0) -> float:
     """Call `write`, which raises nothing, in the thread; return after a second at the latest.
 
     If it takes longer, later calls return at once, until the thread has caught up. A call that is
     equal to one that waits is dropped: `write` writes all that there is to write.
 
     Args:
-        later: do not wait for this call, but for earlier ones: for writes in each step.
+        delay: seconds after which `write` is called; other than 0, this does not wait for it.
 
     Returns:
-        Seconds for which the thread has been late; 0 if it is not, or has only just become so.
+        Seconds for which the thread has been late, if it is more than one; else 0.
     """
-    return _thread.call(write, later)
+    return _thread.call(write, delay)
 
 
 def wait_for_writes(seconds: float) -> None:
-    """Wait until all calls have been made, or for this time."""
+    """Wait until all calls have been made, without their delays, or for this time."""
     _thread.wait(seconds)

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal
 
 from hvdtrain.config_tiers import basic, expert
@@ -125,7 +126,7 @@ class TrainConfig:
     @property
     def steps(self) -> int:
         """Optimizer steps; 0 if the duration is given in epochs."""
-        return steps_of(self.duration)
+        return steps_of(str(self.duration))
 
     @property
     def epochs(self) -> Fraction:
@@ -134,9 +135,10 @@ class TrainConfig:
         return Fraction(match[1] if match else 0)
 
 
-def steps_of(duration: object) -> int:
+@lru_cache
+def steps_of(duration: str) -> int:
     """Return the optimizer steps of a `train.duration`; 0 if it is in epochs, or invalid."""
-    match = re.fullmatch(r"(\d{1,15}) *(steps?)?", str(duration))
+    match = re.fullmatch(r"(\d{1,15}) *(steps?)?", duration)
     return int(match[1]) if match else 0
 
 

@@ -113,7 +113,7 @@ def remaining_seconds(lines: Sequence[tuple[float, float]], total: int | None) -
 
 def _train_steps(run: RecordedRun) -> int | None:
     """Configured number of steps; None: the run's length is configured in epochs."""
-    return steps_of(run.config.get("train", {}).get("duration")) or None
+    return steps_of(str(run.config.get("train", {}).get("duration"))) or None
 
 
 def _epochs(last: GenerationRecord) -> float | None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.engine.callbacks.log import LogMetrics
+from hvdtrain.file_thread import wait_for_writes
 from hvdtrain.run_files.metrics_file import MetricsFile
 
 
@@ -25,6 +26,7 @@ def _log(log: LogMetrics, *steps: int, loss: float = 0.0) -> None:
         )
         loop.topology = SimpleNamespace(rank=1)  # for a LogMetrics without metrics
         log.on_step(loop, record)
+    wait_for_writes(50)
 
 
 def _rank_0(path: Path, recent: deque[dict[str, Any]], after: int) -> LogMetrics:

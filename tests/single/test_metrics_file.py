@@ -14,6 +14,7 @@ import pytest
 from hvdtrain.file_thread import wait_for_writes
 from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.run_files.ownership import Ownership
+from tests.support.job import poll
 
 # Possible content after the lines of steps 1 to 3 when the run resumes from step 3.
 ENDS = {
@@ -60,6 +61,7 @@ def test_new_run_starts_with_empty_file(tmp_path: Path) -> None:
 _FULL_FOR_A_WHILE = """
 import resource, signal, sys
 from pathlib import Path
+from hvdtrain.file_thread import wait_for_writes
 from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.run_files.ownership import Ownership
 
@@ -80,6 +82,7 @@ for step in [*range(1, 16), *range(back + 1, 31)]:
             print("not synced")
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     file.write({"step": step, "loss": 0.5})
+    wait_for_writes(50)
 file.sync()
 file.close()
 """
@@ -105,6 +108,12 @@ def test_temporarily_full_disk_leaves_no_gap_or_torn_line(tmp_path: Path, back: 
         [json.loads(line)["step"] for line in left.read_text().splitlines()] if back < 15 else []
     )
     assert moved == list(range(back + 1, 16))
+
+
+def test_line_reaches_the_file_without_a_later_step(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", after=0)
+    file.write({"step": 1})
+    poll(lambda: (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n', 60, "the line")
 
 
 def test_steps_do_not_wait_for_a_file_that_accepts_no_lines(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from tqdm import tqdm
 
@@ -103,8 +104,9 @@ class LogMetrics(Callback):
             last = self._metrics.last_step or 0
             if record["step"] <= last:
                 return
-            for missing in [recent for recent in self._recent if recent["step"] > last]:
-                self._write(self._metrics, missing)
+            missing = [*takewhile(lambda recent: recent["step"] > last, reversed(self._recent))]
+            for recent in reversed(missing):
+                self._write(self._metrics, recent)
         elif loop.topology.rank > 0:
             return
         if terminal() is not None:

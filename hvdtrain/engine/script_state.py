@@ -96,7 +96,8 @@ class ScriptState:
             self.parameters = {name: parameters_of(o) for name, o in optimizer.by_name.items()}
         self.objects = RegisteredObjects()
         self.structure: ModelStructure | None = None
-        self._tensors: dict[str, Tensor] = {}
+        self._saved: dict[str, Tensor] = {}
+        self._kept: tuple[Any, dict[str, Tensor]] | None = None  # of `keep`, not in `_saved` yet
         self._own: bytes | None = None  # digest of the objects' state, if nothing has changed it
 
     def begin(self) -> None:
@@ -142,7 +143,14 @@ class ScriptState:
                 content["frozen"] = frozen
             if evaluating != self.structure.evaluating_first:
                 content["evaluating"] = evaluating
-        self._tensors = with_json(content, tensors)
+        self._kept = content, tensors
+
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        """The state of the last `keep` or `load`; most steps do not need its JSON."""
+        if self._kept is not None:
+            self._saved, self._kept = with_json(*self._kept), None
+        return self._saved
 
     def restore(self) -> None:
         """Give the objects the state of the last `keep` or `load`.
@@ -213,7 +221,8 @@ class ScriptState:
         """See StatePart; `restore` gives it to the objects."""
         if saved:
             [tensors] = saved
-            self._tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            self._kept = None
+            self._saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _has_state(value: object) -> bool:

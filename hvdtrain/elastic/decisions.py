@@ -657,7 +657,8 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
         return [_fail(f"ranks failed more than {job.reset_limit} times (--reset-limit)")]
     leaving = (p for p in waiting if p.leaving and p not in staying)
     actions: list[Action] = [RemoveProcess(p.number) for p in leaving]
-    if spares := [p for p in staying if p not in members]:
+    chosen = {p.number for p in members}
+    if spares := [p for p in staying if p.number not in chosen]:
         names = ", ".join(map(str, spares))
         message = f"spare until {replica_size(spares)} can form a replica of the model: {names}"
         actions.append(MakeSpares(tuple(p.number for p in spares), message=message))

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 from horovod.runner.common.util import secret
 
@@ -230,6 +231,8 @@ class _Fleet:
             while code != _OK:
                 code, answer = await self._request("POST", f"/join/{number}", status)
             assignment = json.loads(answer)
+            if "size" not in assignment:
+                raise TimeoutError(f"rank {number} was given up")
             if assignment["size"] > 1:
                 body = _row(assignment["size"])
                 path = "/global/{rank}/{size}/{generation}".format(**assignment)
@@ -276,9 +279,10 @@ class _Fleet:
 
 def _row(size: int) -> bytes:
     """Addresses of a rank as Horovod sends them: a sequence number for each pair, one address."""
-    address = os.urandom(ROW_BYTES - 8)
-    addresses = (number.to_bytes(8, "little") + address for number in range(size - 1))
-    return os.urandom(NONCE_BYTES) + b"".join(addresses)
+    values = np.empty((size - 1, ROW_BYTES), np.uint8)
+    values[:, :8] = np.arange(size - 1, dtype="<u8").view(np.uint8).reshape(-1, 8)
+    values[:, 8:] = np.frombuffer(os.urandom(ROW_BYTES - 8), np.uint8)
+    return os.urandom(NONCE_BYTES) + values.tobytes()
 
 
 async def _beat(channel: protocol.Channel) -> None:

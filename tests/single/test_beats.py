@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import socket
 import subprocess
 import threading
@@ -45,6 +46,12 @@ class Ear:
 
     def on_common_silence(self, seconds: float) -> None:
         self.deaf.append(seconds > 0)
+
+
+def test_datagram_ends_with_the_hmac_of_its_content() -> None:
+    for secret in (SECRET, b"another", SECRET):
+        data = beats.encode(Message(Kind.ACK, 7, 1), secret)
+        assert data[-16:] == hmac.digest(secret, data[:-16], "sha256")[:16]
 
 
 class Beating:

@@ -306,8 +306,8 @@ class HeartbeatReceiver:
                         if back is not None:
                             listener.on_return(back)
             if now - looked >= _LOOK_SECONDS:
-                looked = now
                 self._look(listener, now)
+                looked = time.monotonic()  # a look at many processes may take longer than the pause
 
     def _take(self, message: Message, address: tuple[str, int], now: float) -> Silence | None:
         """Process a datagram; return the silence of a process that was given up and is back."""

@@ -17,12 +17,12 @@ import sys
 import tempfile
 import threading
 import time
+from array import array
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 from horovod.runner.common.util import secret
 
@@ -279,10 +279,11 @@ class _Fleet:
 
 def _row(size: int) -> bytes:
     """Addresses of a rank as Horovod sends them: a sequence number for each pair, one address."""
-    values = np.empty((size - 1, ROW_BYTES), np.uint8)
-    values[:, :8] = np.arange(size - 1, dtype="<u8").view(np.uint8).reshape(-1, 8)
-    values[:, 8:] = np.frombuffer(os.urandom(ROW_BYTES - 8), np.uint8)
-    return os.urandom(NONCE_BYTES) + values.tobytes()
+    row = bytearray((bytes(8) + os.urandom(ROW_BYTES - 8)) * (size - 1))
+    numbers = array("Q", range(size - 1)).tobytes()
+    for position in range(8):
+        row[position::ROW_BYTES] = numbers[position::8]
+    return os.urandom(NONCE_BYTES) + row
 
 
 async def _beat(channel: protocol.Channel) -> None:

@@ -10,6 +10,7 @@ EXIT_CRASH = 1
 EXIT_USER = 2
 EXIT_NOT_FINITE = 3
 EXIT_PREEMPTED = 75
+AGREED_CODES = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # the same for all ranks
 
 
 class UserError(Exception):

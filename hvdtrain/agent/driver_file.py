@@ -98,7 +98,7 @@ def read(run: Path) -> DriverFile | None:
     """
     content = _read_private(run / NAME, _BYTES)
     try:
-        driver = checked(DriverFile, parse_json(content or b""))
+        driver = checked(DriverFile, content)
         bytes.fromhex(driver.secret)
         return driver
     except (ValueError, TypeError, AttributeError):
@@ -127,16 +127,12 @@ def read_state(run: Path) -> dict[str, Any] | None:
         UserError: the file must not be trusted.
         OSError: it cannot be read.
     """
-    content = _read_private(run / STATE_NAME, _STATE_BYTES)
-    try:
-        found = parse_json(content or b"")
-    except ValueError:
-        return None
+    found = _read_private(run / STATE_NAME, _STATE_BYTES)
     return found if isinstance(found, dict) else None
 
 
-def _read_private(path: Path, limit: int) -> bytes | None:
-    """Return the first `limit` bytes of a file that only this user can write; None: no file."""
+def _read_private(path: Path, limit: int) -> Any:
+    """Return the JSON in a file that only this user can write; None: no file, or no JSON."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -156,7 +152,9 @@ def _read_private(path: Path, limit: int) -> bytes | None:
                     "set"
                 )
             _report_readable(path)
-        return file.read(limit)
+        with suppress(ValueError):
+            return parse_json(file.read(limit))
+    return None
 
 
 @cache

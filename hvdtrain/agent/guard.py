@@ -81,7 +81,6 @@ def start(program: Program) -> Started:
         OSError: no process or pipe can be created.
     """
     pipes: list[tuple[int, int]] = []
-    agent = os.getpid()
     try:
         pipes = [os.pipe() for _ in range(3)]
         (control, control_end), (stdout, stdout_end), (stderr, stderr_end) = pipes
@@ -91,7 +90,7 @@ def start(program: Program) -> Started:
             os.close(end)
         raise
     if pid == 0:
-        _guard(agent, control, stdout_end, stderr_end, program)
+        _guard(control, stdout_end, stderr_end, program)
     for end in (control, stdout_end, stderr_end):
         os.close(end)
     for end in (control_end, stdout, stderr):
@@ -99,7 +98,7 @@ def start(program: Program) -> Started:
     return Started(pid, control_end, stdout, stderr)
 
 
-def _guard(agent: int, control: int, stdout: int, stderr: int, program: Program) -> NoReturn:
+def _guard(control: int, stdout: int, stderr: int, program: Program) -> NoReturn:
     code = _NOT_STARTED
     try:
         wakes = _wake_on_ended_children()

@@ -48,7 +48,7 @@ from hvdtrain.elastic.status import (
     StepFailures,
     same_gpu,
 )
-from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
+from hvdtrain.errors import AGREED_CODES, EXIT_CRASH, EXIT_PREEMPTED
 from hvdtrain.run_files.host_records import CAUSES, SILENT, STUCK, avoided, cause_of_end
 from hvdtrain.text import plural
 
@@ -65,7 +65,6 @@ _LAST_RESORT_SECONDS = 900.0
 # A newcomer is refused after this many failed state transfers; the others continue to train.
 _STATE_TRANSFERS = 2
 _MOST_NAMES = 3  # of hosts in a message
-_FINAL = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # exit codes that the ranks agree on
 
 
 # --- actions -------------------------------------------------------------------
@@ -300,7 +299,7 @@ class JobState:
         process.become("gone", now)
         if state in ("removed", "lost") or self.killed_since is not None:
             return ""
-        final = (0,) if self.horovod_script else _FINAL
+        final = (0,) if self.horovod_script else AGREED_CODES
         finished = self.horovod_script and state == "running" and code == 0
         if process.leaving and not finished:
             self.rank_lost |= state == "running" and code not in final and not self.ending
@@ -657,7 +656,8 @@ def _form_generation(job: JobState, now: float) -> list[Action]:
         return [_fail(f"ranks failed more than {job.reset_limit} times (--reset-limit)")]
     leaving = (p for p in waiting if p.leaving and p not in staying)
     actions: list[Action] = [RemoveProcess(p.number) for p in leaving]
-    if spares := [p for p in staying if p not in members]:
+    chosen = {p.number for p in members}
+    if spares := [p for p in staying if p.number not in chosen]:
         names = ", ".join(map(str, spares))
         message = f"spare until {replica_size(spares)} can form a replica of the model: {names}"
         actions.append(MakeSpares(tuple(p.number for p in spares), message=message))
@@ -812,7 +812,7 @@ def _end_job(job: JobState, now: float) -> list[Action]:
     assert job.ending_since is not None
     running = job.alive("running")
     of_script = any(p.status is not None and p.status.works_on for p in running)
-    agreed = job.exit_code in _FINAL and job.exit_code != 0
+    agreed = job.exit_code in AGREED_CODES and job.exit_code != 0
     if running and (job.horovod_script or (of_script and not agreed)):
         # For example, rank 0 still evaluates, or uploads the model.
         return [_stop()] if job.stop_requested else []

@@ -83,7 +83,6 @@ from hvdtrain.runtime.signals import PAIR_SECONDS, handle, requests
 _DISCOVERY_SECONDS = (1.0, 5.0)
 _MAX_BACKOFF_SECONDS = 0.1
 _POLL_SECONDS = 0.25  # some actions become due without an event
-_RECORD_SECONDS = 2.0  # for the records of hosts, at the end of the job
 _REPORT_SECONDS = 3.0  # from the start of the wait for slots to the first message about it
 _DEFAULT_TIMEOUT = 600
 _NO_GENERATION = -1
@@ -246,7 +245,7 @@ class ElasticDriver:
         while not self._finished.wait(0.2):
             pass
         if self._records is not None:
-            self._records.flush(_RECORD_SECONDS)
+            self._records.flush()
         return self._exit_code
 
     def stop(self) -> None:

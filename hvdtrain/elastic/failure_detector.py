@@ -186,13 +186,13 @@ class FailureDetector:
         if tracked is None:
             self.mute(number, host, now)
         else:
-            silence, phi = tracked.silence(now), tracked.phi(now)
+            silence = tracked.silence(now)
             if tracked.given_up:
                 # A false alarm: from now on tolerate twice this delay of every process.
-                back = Silence(number, silence, self._least, phi)
+                back = Silence(number, silence, self._least, tracked.phi(now))
                 self._least = min(self._most, max(self._least, 2 * silence))
             elif silence > self.longest:
-                self.longest, self.phi = silence, phi
+                self.longest, self.phi = silence, tracked.phi(now)
         if number in self._ranks:
             self._witness(host, now)
         if tracked is not None:

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from enum import IntEnum
+from functools import cache
 from typing import NamedTuple, Protocol
 
 from hvdtrain.elastic.failure_detector import BEAT_SECONDS, THIS_HOST, FailureDetector, Silence
@@ -76,16 +77,26 @@ class Message(NamedTuple):
     port: int = 0
 
 
+@cache
+def _begun(secret: bytes) -> hmac.HMAC:
+    return hmac.new(secret, digestmod="sha256")
+
+
+def _digest(secret: bytes, body: bytes) -> bytes:
+    digest = _begun(secret).copy()  # to begin with a key takes longer than all the rest
+    digest.update(body)
+    return digest.digest()[:_DIGEST_BYTES]
+
+
 def encode(message: Message, secret: bytes) -> bytes:
     body = _BODY.pack(*message)
-    return body + hmac.digest(secret, body, "sha256")[:_DIGEST_BYTES]
+    return body + _digest(secret, body)
 
 
 def decode(data: bytes, secret: bytes) -> Message | None:
     """Return the message; None if the datagram is not from this job."""
     body, digest = data[: _BODY.size], data[_BODY.size :]
-    right = hmac.digest(secret, body, "sha256")[:_DIGEST_BYTES]
-    if len(body) < _BODY.size or not hmac.compare_digest(digest, right):
+    if len(body) < _BODY.size or not hmac.compare_digest(digest, _digest(secret, body)):
         return None
     kind, number, value, port = _BODY.unpack(body)
     try:
@@ -251,8 +262,9 @@ class HeartbeatReceiver:
         """
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         self._socket.bind(("", port))
-        self._socket.settimeout(_LOOK_SECONDS)
+        self._socket.setblocking(False)
         threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
         return int(self._socket.getsockname()[1])
 
@@ -279,20 +291,23 @@ class HeartbeatReceiver:
         self._addresses.pop(number, None)
 
     def _listen(self, listener: Listener) -> None:
+        readable = select.poll()
+        readable.register(self._socket, select.POLLIN)
         looked = time.monotonic()
         while True:
-            data, address = b"", ("", 0)
+            readable.poll(_LOOK_SECONDS * 1e3)
+            # Of a thousand processes many have arrived meanwhile: one wait serves for all of them.
             with suppress(OSError):
-                data, address = self._socket.recvfrom(256)
-            now = time.monotonic()
-            message = decode(data, self._secret)
-            if message is not None:
-                back = self._take(message, address, now)
-                if back is not None:
-                    listener.on_return(back)
+                while (now := time.monotonic()) - looked < _LOOK_SECONDS:
+                    data, address = self._socket.recvfrom(256)
+                    message = decode(data, self._secret)
+                    if message is not None:
+                        back = self._take(message, address, now)
+                        if back is not None:
+                            listener.on_return(back)
             if now - looked >= _LOOK_SECONDS:
-                looked = now
                 self._look(listener, now)
+                looked = time.monotonic()  # a look at many processes may take longer than the pause
 
     def _take(self, message: Message, address: tuple[str, int], now: float) -> Silence | None:
         """Process a datagram; return the silence of a process that was given up and is back."""

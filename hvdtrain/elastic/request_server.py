@@ -269,9 +269,10 @@ class _AddressExchange:
         self.given_up = False
         self.over = asyncio.Event()
         self._nonces: dict[int, bytes] = {}
-        # By position in a value: its byte for each pair of ranks, row after row, or for each row.
+        self._length = 0  # of a value
+        self._first = bytearray()  # value of each row
+        # Position in a value -> its byte for each pair of ranks, row after row.
         self._of_pairs: dict[int, bytearray] = {}
-        self._of_rows: list[bytearray] = []
 
     def differs(self, rank: int, row: bytes) -> bool:
         """Whether a row is not of this exchange, which is complete."""
@@ -285,21 +286,25 @@ class _AddressExchange:
         """
         length, left = divmod(len(row) - _NONCE_BYTES, self.size - 1)
         if not self._nonces:
-            self._of_rows = [bytearray(self.size) for _ in range(length)]
-        if length != len(self._of_rows) or left:
+            self._length, self._first = length, bytearray(self.size * length)
+        if length != self._length or left:
             raise ValueError(f"a row of {len(row)} bytes")
         if self._nonces.get(rank) == row[:_NONCE_BYTES]:
             return  # repeated
-        for position, of_rows in enumerate(self._of_rows):
-            values = row[_NONCE_BYTES + position :: length]
-            of_rows[rank] = values[0]
-            if position not in self._of_pairs and values.count(values[0]) < len(values):
-                pairs = b"".join(bytes([value]) * self.size for value in of_rows)
-                self._of_pairs[position] = bytearray(pairs)
-            if position in self._of_pairs:
-                begin = rank * self.size
-                with_own = values[:rank] + b"\0" + values[rank:]
-                self._of_pairs[position][begin : begin + self.size] = with_own
+        values = row[_NONCE_BYTES:]
+        self._first[rank * length : (rank + 1) * length] = values[:length]
+        expected = bytearray(values[:length] * (self.size - 1))
+        for position in self._of_pairs:
+            expected[position::length] = values[position::length]
+        if expected != values:  # in the first rows
+            for position in range(length):
+                if expected[position::length] != values[position::length]:
+                    rows = (bytes([byte]) * self.size for byte in self._first[position::length])
+                    self._of_pairs[position] = bytearray(b"".join(rows))
+        for position, pairs in self._of_pairs.items():
+            of_row = values[position::length]
+            with_own = of_row[:rank] + b"\0" + of_row[rank:]
+            pairs[rank * self.size : (rank + 1) * self.size] = with_own
         self._nonces[rank] = row[:_NONCE_BYTES]
         if len(self._nonces) == self.size:
             self.over.set()
@@ -311,10 +316,8 @@ class _AddressExchange:
 
     def column(self, rank: int) -> bytes:
         """Return the values that the other ranks, in order, have for this rank."""
-        length = len(self._of_rows)
-        found = bytearray(self.size * length)
-        for position, of_rows in enumerate(self._of_rows):
-            pairs = self._of_pairs.get(position)
-            found[position::length] = of_rows if pairs is None else pairs[rank :: self.size]
+        found, length = self._first[:], self._length
+        for position, pairs in self._of_pairs.items():
+            found[position::length] = pairs[rank :: self.size]
         del found[rank * length : (rank + 1) * length]
         return bytes(found)

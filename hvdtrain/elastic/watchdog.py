@@ -202,32 +202,26 @@ class HangDetector:
 
 def main(arguments: list[str]) -> int:
     """Watch the rank until it is gone or has to be ended."""
+    driver, number = _driver(arguments[4]), int(arguments[5])
     with threads_named(WATCHDOG):
-        return _main(arguments)
+        if driver is None or len(arguments) <= 6:
+            return _watch(arguments, driver, number)
+        line = HeartbeatSender(driver, number, int(arguments[6]))
+
+        def notify() -> None:
+            driver.follow()  # before a request waits for a host that is gone
+            driver.ask("alive", number, {})
+
+        threading.Thread(target=line.beat_forever, args=(notify,), daemon=True).start()
+        try:
+            return _watch(arguments, driver, number)
+        finally:
+            line.mute()
 
 
-def _main(arguments: list[str]) -> int:
-    if len(arguments) <= 6:
-        return _watch(arguments)
-    driver = _driver(arguments[4])
-    assert driver is not None
-    line = HeartbeatSender(driver, *map(int, arguments[5:]))
-
-    def notify() -> None:
-        driver.follow()  # before a request waits for a host that is gone
-        driver.ask("alive", line.number, {})
-
-    threading.Thread(target=line.beat_forever, args=(notify,), daemon=True).start()
-    try:
-        return _watch(arguments)
-    finally:
-        line.mute()
-
-
-def _watch(arguments: list[str]) -> int:
+def _watch(arguments: list[str], driver: DriverAddress | None, number: int) -> int:
     rank, parent, descriptor = map(int, arguments[:3])
-    hang_seconds, number = float(arguments[3]), int(arguments[5])
-    driver = _driver(arguments[4])
+    hang_seconds = float(arguments[3])
     heartbeat = Heartbeat(descriptor)
     reachable, limit = (driver.reachable, driver.timeout) if driver else (None, None)
     detector = HangDetector(hang_seconds, reachable, limit)

@@ -295,6 +295,7 @@ def record_examination(root: Path, hosts: Collection[str], incidents: Collection
 
 # Ranks of one host that end together are one incident.
 _SAME_SECONDS = 5.0
+_FLUSH_SECONDS = 2.0
 
 
 class HostRecords:
@@ -346,7 +347,7 @@ class HostRecords:
             self._writer = threading.Thread(target=self._write, daemon=True)
             self._writer.start()
 
-    def flush(self, seconds: float) -> None:
+    def flush(self, seconds: float = _FLUSH_SECONDS) -> None:
         """Wait until the records are written, for at most `seconds`."""
         if self._writer is not None:
             self._writer.join(seconds)

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
+from hvdtrain.errors import AGREED_CODES, EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
 from hvdtrain.launch import commands, mpi
 from hvdtrain.launch.discovery import Probe
 from hvdtrain.launch.hostfile import Host, as_text, first_slots, total_slots
@@ -107,8 +107,6 @@ _STEADY_SECONDS = 10.0
 _ASIDE_SECONDS = 300.0
 # Of a launcher's last lines: shown to the user, and searched for the host of a killed rank.
 _SHOWN_LINES, _EVIDENCE_LINES = 15, 60
-_AGREED = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # exit codes that the ranks agree on
-_FLUSH_SECONDS = 2.0  # for the records of hosts, at the end
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ class Supervisor:
                 return stop.code
             finally:
                 self._say_suspects([host.name for host in self._hosts.listed()], ())
-                self._records.flush(_FLUSH_SECONDS)
+                self._records.flush()
 
     def _supervise(self) -> int:
         plan = self._plan
@@ -324,7 +322,7 @@ class Supervisor:
         run = self._plan.run
         found = host_evidence.in_files(run, ended.began)
         self._records.load()  # an elastic launcher has recorded lost ranks
-        agreed = _AGREED if self._plan.steps_known else (0, EXIT_USER)
+        agreed = AGREED_CODES if self._plan.steps_known else (0, EXIT_USER)
         failed = not self._requests and ended.code not in agreed
         if self._plan.controller == "mpi" and failed:
             found += host_evidence.of_failure(run, ended.began, "\n".join(ended.last_lines))
@@ -378,7 +376,7 @@ class Supervisor:
 
     def _say_unsaved(self, code: int) -> None:
         """Say if ranks that were asked to save ended first: a batch system may kill mpirun."""
-        if self._plan.steps_known and code not in _AGREED:
+        if self._plan.steps_known and code not in AGREED_CODES:
             step = run_progress.newest_step(self._plan.run)
             saved = run_progress.newest_checkpoint(self._plan.run)
             if saved < step:

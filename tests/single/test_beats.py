@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hmac
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -45,6 +47,31 @@ class Ear:
 
     def on_common_silence(self, seconds: float) -> None:
         self.deaf.append(seconds > 0)
+
+
+def test_datagram_ends_with_the_hmac_of_its_content() -> None:
+    for secret in (SECRET, b"another", SECRET):
+        data = beats.encode(Message(Kind.ACK, 7, 1), secret)
+        assert data[-16:] == hmac.digest(secret, data[:-16], "sha256")[:16]
+
+
+def test_heartbeats_arrive_although_looks_take_longer_than_they_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(beats, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(HeartbeatReceiver, "_look", lambda *_: time.sleep(0.01))
+    ear = Ear(7)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        sender.settimeout(0.02)
+        acknowledged = set[Message | None]()
+        for clock in range(500):
+            data = beats.encode(Message(Kind.BEAT, 7, clock), SECRET)
+            sender.sendto(data, ("127.0.0.1", ear.port))
+            with suppress(TimeoutError):
+                acknowledged.add(beats.decode(sender.recv(256), SECRET))
+            if len(acknowledged) > 20:
+                return
+    raise AssertionError(f"{len(acknowledged)} heartbeats arrived")
 
 
 class Beating:

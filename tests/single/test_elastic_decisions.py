@@ -6,10 +6,12 @@ import math
 import time
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from hvdtrain.elastic.decisions import EndGeneration, EndProcess, decide
+from hvdtrain.elastic.processes import TrainingProcess
 from hvdtrain.elastic.status import RENDEZVOUS, STATE_TRANSFER, TRAINING, Identity, ProcessStatus
 from hvdtrain.run_files.host_records import WRONG
 from tests.support.driver_fakes import DecidedJob, SteppedDriver
@@ -103,6 +105,12 @@ def test_slot_of_a_dead_rank_is_used_again_after_a_pause() -> None:
     assert len(job.state.processes) == 2
     job.consider(0.1)
     assert len(job.state.processes) == 3
+
+
+def test_generation_forms_without_comparing_its_processes_with_each_other() -> None:
+    """Ten thousand processes would need fifty million comparisons."""
+    with patch.object(TrainingProcess, "__eq__", side_effect=AssertionError):
+        assert len(_start({"a": 9}).ranks) == 9
 
 
 def test_stuck_process_is_not_signaled_and_its_slot_is_not_used() -> None:

@@ -198,6 +198,17 @@ def test_common_silence_needs_no_per_rank_statistics() -> None:
     assert verdicts.common_silence > 3 and not verdicts.silent
 
 
+def test_punctual_heartbeats_need_no_statistics() -> None:
+    """With a thousand ranks they would take more than a core: each has 512 delays."""
+    detector = FailureDetector(30.0)
+    detector.begin(range(3), 30.0)
+    for beat in range(20):
+        with patch.object(TrackedProcess, "phi", side_effect=AssertionError if beat > 1 else None):
+            for number in range(3):
+                detector.beat(number, "a", beat * BEAT_SECONDS)
+    assert detector.longest == BEAT_SECONDS
+
+
 def test_rank_whose_heartbeats_are_unacknowledged_is_not_given_up() -> None:
     detector = FailureDetector(MOST)
     detector.begin([0, 1, 2], MOST)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -149,6 +150,18 @@ def test_each_rank_receives_what_the_others_sent_for_it(
         assert exchange.column(rank) == b"".join(of_others)
     with pytest.raises(ValueError, match="a row of"):
         exchange.add(0, bytes(9 + length * (size - 1)))
+
+
+def test_bytes_that_agree_within_a_row_are_stored_once() -> None:
+    size, address = 300, b"an address of 16"
+    exchange = _AddressExchange(size)
+    tracemalloc.start()
+    for rank in range(size):
+        others = (other.to_bytes(8, "little") + address for other in range(size) if other != rank)
+        exchange.add(rank, rank.to_bytes(8, "little") + b"".join(others))
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert exchange.over.is_set() and used < 2.5 * size**2, "2 of 24 bytes differ"
 
 
 @pytest.mark.alone

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from array import array
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -230,6 +231,8 @@ class _Fleet:
             while code != _OK:
                 code, answer = await self._request("POST", f"/join/{number}", status)
             assignment = json.loads(answer)
+            if "size" not in assignment:
+                raise TimeoutError(f"rank {number} was given up")
             if assignment["size"] > 1:
                 body = _row(assignment["size"])
                 path = "/global/{rank}/{size}/{generation}".format(**assignment)
@@ -276,9 +279,11 @@ class _Fleet:
 
 def _row(size: int) -> bytes:
     """Addresses of a rank as Horovod sends them: a sequence number for each pair, one address."""
-    address = os.urandom(ROW_BYTES - 8)
-    addresses = (number.to_bytes(8, "little") + address for number in range(size - 1))
-    return os.urandom(NONCE_BYTES) + b"".join(addresses)
+    row = bytearray((bytes(8) + os.urandom(ROW_BYTES - 8)) * (size - 1))
+    numbers = array("Q", range(size - 1)).tobytes()
+    for position in range(8):
+        row[position::ROW_BYTES] = numbers[position::8]
+    return os.urandom(NONCE_BYTES) + row
 
 
 async def _beat(channel: protocol.Channel) -> None:

@@ -31,7 +31,7 @@ from tests.support.cluster import Cluster, Process
 from tests.support.hanging_disk import HangingDisk
 from tests.support.job import Job, poll
 
-STEPS = 350
+STEPS = 900
 PACE = 0.1  # seconds per micro-batch: a step takes 0.2 s on 2 ranks
 RECOVERY_SECONDS = 6.0
 PAUSE_SECONDS = 1.5  # longest step while nothing is wrong, on a busy machine

@@ -22,17 +22,18 @@ class _FileThread:
         self._writing: float | None = None  # when the call in progress was due
         self._thread: threading.Thread | None = None
 
-    def call(self, write: Callable[[], None], delay: float) -> float:
+    def call(self, write: Callable[[], None], delay: float | None) -> float:
         with self._changed:
             if self._thread is None or not self._thread.is_alive():  # a bug in `write` ends it
                 self._thread = threading.Thread(target=self._serve, name="files", daemon=True)
                 self._thread.start()
             now = time.monotonic()
             late = max(0.0, now - self._first_due(now))
-            if self._waiting.get(write, now + delay + 1) > now + delay:
-                self._waiting[write] = now + delay
+            due = now + (delay or 0.0)
+            if write not in self._waiting or self._waiting[write] > due:
+                self._waiting[write] = due
                 self._changed.notify_all()
-            if not delay and threading.current_thread() is not self._thread:
+            if delay is None and threading.current_thread() is not self._thread:
                 self._changed.wait_for(self._is_idle, max(0.0, _SECONDS - late))
             return late if late > _SECONDS else 0.0
 
@@ -69,14 +70,14 @@ class _FileThread:
 _thread = _FileThread()
 
 
-def call_aside(write: Callable[[], None], delay: float = 0.0) -> float:
+def call_aside(write: Callable[[], None], delay: float | None = None) -> float:
     """Call `write`, which raises nothing, in the thread; return after a second at the latest.
 
     If it takes longer, later calls return at once, until the thread has caught up. A call that is
     equal to one that waits is dropped: `write` writes all that there is to write.
 
     Args:
-        delay: seconds after which `write` is called; other than 0, this does not wait for it.
+        delay: seconds after which `write` is called, without a wait for it; None: now.
 
     Returns:
         Seconds for which the thread has been late, if it is more than one; else 0.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import takewhile
@@ -21,8 +22,7 @@ from hvdtrain.untrusted import parse_json
 
 # Timeout for confirming the ownership of the run; longer means that the disk does not respond.
 _HELD_SECONDS = 5.0
-# Another thread writes: once for many short steps.
-_DELAY_SECONDS = 0.1
+_PAUSE_SECONDS = 0.1  # between two writes: short steps have one together
 
 
 class MetricsFile:
@@ -64,6 +64,7 @@ class MetricsFile:
         self._unwritten = bytearray()
         self._lock = Lock()  # of the file; held as long as a disk does not respond
         self._failed = False
+        self._pause_until = 0.0  # time.monotonic()
         self.failures = 0
         # A crash may have left anything at the end, including a line without its newline.
         content = path.read_bytes() if path.exists() else b""
@@ -159,13 +160,14 @@ class MetricsFile:
     def write(self, record: dict[str, Any]) -> None:
         """Append one line.
 
-        It reaches the operating system within a tenth of a second, together with those of other
-        steps, and the disk with `sync`. If this process is killed before, the next rank 0 can still
-        write it.
+        It reaches the operating system at once, by another thread, or with those of other steps a
+        tenth of a second after the last write; and the disk with `sync`. If this process is killed
+        before, the next rank 0 can still write it.
         """
         self.last_step = record["step"]
         self._unwritten += json.dumps(record).encode() + b"\n"
-        if call_aside(self._write_waiting, _DELAY_SECONDS) > _HELD_SECONDS and not self._failed:
+        delay = max(0.0, self._pause_until - time.monotonic())
+        if call_aside(self._write_waiting, delay) > _HELD_SECONDS and not self._failed:
             self.report(OSError(errno.ETIMEDOUT, "no response"))
 
     def _write_waiting(self) -> None:
@@ -176,6 +178,7 @@ class MetricsFile:
                 self._flush()
             except OSError as error:
                 self.report(error)
+            self._pause_until = time.monotonic() + _PAUSE_SECONDS
 
     def report(self, error: OSError) -> None:
         """Log that the file cannot be written; once until it can be."""

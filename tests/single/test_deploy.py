@@ -163,8 +163,10 @@ def test_flux_script_starts_one_agent_per_node_and_is_resubmitted(written: Writt
 def test_flux_script_is_resubmitted_after_a_signal(number: int, written: Written) -> None:
     jobspec = json.dumps({"attributes": {"system": {"environment": {}}}})
     env = {"STUB_EXIT": "75", "STUB_JOBSPEC": jobspec, "STUB_SIGNAL": str(int(number))}
-    code, (_, again) = call(written("flux"), "flux", **env)
-    assert code == 75 and again[:-1] == ["flux", "--parent", "job", "submit"]
+    script = written("flux")
+    for _ in range(5):  # bash sometimes loses the code of a launcher that ends at this moment
+        code, (_, again) = call(script, "flux", **env)
+        assert code == 75 and again[:-1] == ["flux", "--parent", "job", "submit"]
 
 
 @pytest.mark.parametrize(

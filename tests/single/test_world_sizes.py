@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.job import Finished
+from tests.support.job import Finished, poll
 from tests.support.runs import TINY, forked_train, losses, metrics, run, start, train, weights
 from tests.support.tasks import INJECTED
 
@@ -158,8 +158,12 @@ def test_error_on_one_rank_is_shown_and_ends_all_ranks(tmp_path: Path) -> None:
     assert done.returncode == 1, done
     assert f"RuntimeError: {INJECTED}" in done.stdout + done.stderr, done
     assert [line["step"] for line in metrics(tmp_path / "case")] == [1, 2, 3, 4]
-    commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
-    assert not [command for command in commands if str(tmp_path) in (command or ())]
+
+    def left() -> list[list[str]]:
+        commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+        return [command for command in commands if str(tmp_path) in (command or ())]
+
+    poll(lambda: not left(), 30, "the end of all processes")
 
 
 def test_batchnorm_evaluation_does_not_depend_on_the_world_size(

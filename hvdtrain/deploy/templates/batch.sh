@@ -153,6 +153,7 @@ while :; do
     wait "$launcher" || code=$? # a trap ends `wait`, not the launcher
     [ -n "$interrupted" ] || break
 done
+[ "$code" != -1 ] || code=75 # a signal came as the launcher ended: bash has lost its code
 {% if scheduler == "lsf" %}
 exit "$code" # 75: LSF puts the job back into the queue (-Q)
 {% else %}

@@ -56,6 +56,7 @@ while :; do
     wait "$launcher" || code=$? # a trap ends `wait`, not the launcher
     [ -n "$interrupted" ] || break
 done
+[ "$code" != -1 ] || code=75 # a signal came as the launcher ended: bash has lost its code
 [ -z "$ended" ] && [ "$code" = 75 ] || exit "$code"
 restarts=${HVDTRAIN_RESTARTS:-0}
 by_hand="to continue, repeat your flux batch command with HVDTRAIN_RUN=$run in front of it"

@@ -104,6 +104,7 @@ while :; do
     wait "$launcher" || code=$? # a trap ends `wait`, not the launcher
     [ -n "$interrupted" ] || break
 done
+[ "$code" != -1 ] || code=75 # a signal came as the launcher ended: bash has lost its code
 
 # The ranks exit with 75, with two exceptions: SIGUSR1 ends ranks that are starting or ending, and
 # a preemption may reach mpirun's helpers on the other nodes before the ranks.

@@ -297,14 +297,16 @@ class HeartbeatReceiver:
         while True:
             readable.poll(_LOOK_SECONDS * 1e3)
             # Of a thousand processes many have arrived meanwhile: one wait serves for all of them.
-            with suppress(OSError):
-                while (now := time.monotonic()) - looked < _LOOK_SECONDS:
+            while (now := time.monotonic()) - looked < _LOOK_SECONDS:
+                try:
                     data, address = self._socket.recvfrom(256)
-                    message = decode(data, self._secret)
-                    if message is not None:
-                        back = self._take(message, address, now)
-                        if back is not None:
-                            listener.on_return(back)
+                except OSError:  # there is no further one
+                    break
+                message = decode(data, self._secret)
+                if message is not None:
+                    back = self._take(message, address, now)
+                    if back is not None:
+                        listener.on_return(back)
             if now - looked >= _LOOK_SECONDS:
                 self._look(listener, now)
                 looked = time.monotonic()  # a look at many processes may take longer than the pause

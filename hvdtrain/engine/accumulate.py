@@ -325,7 +325,7 @@ class RankPasses:
         self._check_turn()
         self._require_unchanged()
         self._done += 1
-        self._values.append(values._replace(loss=values.loss.detach()))
+        self._values.append(values._replace(loss=values.loss.detach()))  # without its graph
         if context.mesh.counts:
             owner.statistics.collect(self._totals.statistics)
         if self._deferred:
@@ -486,7 +486,8 @@ class Forward:
         """Add the values of training micro-batches, if this rank counts."""
         if self._counts and values:
             given = torch.stack([one.all for one in values])
-            self._add(totals, values, given, given / self._micro_batches, 0)
+            pairs = [one.pairs for one in values]
+            self._add(totals, rows_of(given, pairs, given / self._micro_batches, 0))
 
     def add_samples(self, totals: Totals, values: Values, samples: int) -> None:
         """Add the values of an evaluation batch, if this rank counts.
@@ -497,17 +498,9 @@ class Forward:
         """
         if self._counts and samples:
             given = values.all[None]
-            self._add(totals, [values], given, given * samples, samples)
+            self._add(totals, rows_of(given, [values.pairs], given * samples, samples))
 
-    def _add(
-        self,
-        totals: Totals,
-        values: Sequence[Values],
-        given: Tensor,
-        parts: Tensor,
-        weight: float,
-    ) -> None:
-        rows = rows_of(given, [one.pairs for one in values], parts, weight)
+    def _add(self, totals: Totals, rows: Tensor) -> None:
         if not self._weighs:
             rows[:, 1:] = 0.0  # ranks that share a sequence sum their values, but count one weight
         totals.add(rows)

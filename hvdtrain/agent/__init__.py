@@ -5,6 +5,7 @@
     agent.py         the agent: one process per host
     guard.py         parent of one rank, forked by the agent; nothing of the rank outlives it
     hub.py           the driver's side: all agents, their hosts and processes
+    failure_detector.py  decides when a silent host counts as gone
     output.py        the ranks' output on the driver's own output
     started.py       agents that horovodrun starts, over ssh
     invitation.py    what such an agent reads from stdin

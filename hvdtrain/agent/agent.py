@@ -14,7 +14,10 @@ Messages, each with a "type" (see protocol.py for how they are sent):
                      number, stream, text; exit: number, code; signal: number; leave
     driver -> agent  welcome: driver_timeout; refuse: reason, final; beat; words: words (the first
                      ones of the next command); start: number, slot, command, directory,
-                     environment; end: number; finish: code; turn: turn, holds
+                     environment; end: number; over: generation; finish: code; turn: turn, holds
+    rank -> agent    RANK, over a Unix socket
+    agent -> rank    number of the last generation that is over, in a line of its own
+    watchdog -> agent  WATCHDOG, over the same socket: continue this process if it is stopped
 
 The ranks run on while the driver is away. After `driver_timeout` seconds without it they are asked
 to end. The agent then exits with 75, unless a driver that it cannot reach renews its token: the run
@@ -45,6 +48,7 @@ import random
 import secrets
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -72,8 +76,8 @@ from hvdtrain.untrusted import real
 _CONNECT_SECONDS = 1.5  # to one address of the driver
 _REPLY_SECONDS = 5.0
 _RETRY_SECONDS = (0.05, 0.5)  # after a first failed attempt; longest pause
-_LOOK_SECONDS = 0.25
-_GUARDS_SECONDS = 5.0  # between two looks at the guards
+_LOOK_SECONDS = protocol.BEAT_SECONDS
+_GUARDS_SECONDS = 1.0  # between two looks at guards and watchdogs
 # Silence of the driver after which its token is watched; how long the token must be unchanged
 # before a successor starts, which then waits until the token is stale; the delay from one agent's
 # turn to the next one's; and the pause after a driver that was found to be alive.
@@ -115,6 +119,7 @@ _OF_THE_TASK = (
     *("SLURM_TASKS_PER_NODE", "SLURM_GTIDS", "SLURM_TASK_PID", "PBS_TASKNUM"),
 )
 _STREAMS = ("stdout", "stderr")
+_CREDENTIALS = struct.Struct("3i")  # pid, user and group, see unix(7)
 _T = TypeVar("_T")
 
 
@@ -199,6 +204,7 @@ class Agent:
         """`first_driver`: pid of the driver that the task of this agent has forked."""
         self._settings, self._first_driver = settings, first_driver
         self._id = secrets.token_hex(8)
+        self._socket_name = f"hvdtrain-{self._id}"
         self._ranks: dict[int, _Rank] = {}
         self._ended: dict[int, int] = {}  # number -> exit code, of all ranks that have ended
         self._channel: Channel | None = None
@@ -225,6 +231,9 @@ class Agent:
         self._unconfirmed = False  # the file may name another driver than that of the connection
         self._distrusts = False  # the driver's file, which another user may have changed
         self._successor: int | None = None  # pid of a driver that this agent started
+        self._over: int | None = None  # last generation that is over
+        self._listeners: set[asyncio.StreamWriter] = set()  # to ranks
+        self._watchdogs: set[int] = set()  # pids
         self._code: asyncio.Future[int]
 
     async def run(self) -> int:
@@ -236,6 +245,8 @@ class Agent:
         for number in requests():
             loop.add_signal_handler(number, self._on_signal, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+        # An abstract name: there is no file to remove, or for others to replace.
+        server = await asyncio.start_unix_server(self._serve_rank, f"\0{self._socket_name}")
         works: list[Coroutine[Any, Any, None]] = [self._serve_drivers(), self._watch()]
         if (path := self._settings.run) is not None:
             works += [self._leave_silent_drivers(path), self._replace_drivers(path)]
@@ -250,6 +261,7 @@ class Agent:
         try:
             return await self._code
         finally:
+            server.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -405,6 +417,10 @@ class Agent:
                     words = []
                 case "end":
                     self._end(int(message["number"]))
+                case "over":
+                    self._over = int(message["generation"])
+                    for listener in self._listeners:
+                        self._send_over(listener)
                 case "finish":
                     self._finish(int(message["code"]))
                 case "turn":
@@ -420,7 +436,7 @@ class Agent:
             passed = clock.look()
             self._send({"type": "beat"})
             self._send_kept()
-            self._continue_guards(clock.now)
+            self._continue_stopped(clock.now)
             self._end_left_host()
             if self._channel is not None:
                 self._connected += passed
@@ -444,15 +460,17 @@ class Agent:
             if self._away > timeout and not ends:
                 self._giving_up = asyncio.create_task(self._give_up())
 
-    def _continue_guards(self, now: float) -> None:
-        """Continue guards that are stopped: they would not report the ends of their ranks."""
+    def _continue_stopped(self, now: float) -> None:
+        """Continue stopped guards, which report the ends of ranks, and watchdogs."""
         if now < self._guards_due:
             return
         self._guards_due = now + _GUARDS_SECONDS
-        for number, rank in self._ranks.items():
-            if guard.is_stopped(rank.guard.pid):
-                pid = rank.guard.pid
-                _say(f"the guard of rank {number} (process {pid}) was stopped; it is continued")
+        guards = {
+            rank.guard.pid: f"the guard of rank {number}" for number, rank in self._ranks.items()
+        }
+        for pid, name in {**dict.fromkeys(self._watchdogs, "a rank's watchdog"), **guards}.items():
+            if guard.is_stopped(pid):
+                _say(f"{name} (process {pid}) was stopped; it is continued")
                 with suppress(OSError):
                     os.kill(pid, signal.SIGCONT)
 
@@ -617,6 +635,7 @@ class Agent:
         environment = dict(self._settings.environment)
         environment |= {str(name): str(value) for name, value in message["environment"].items()}
         environment["HOROVOD_RENDEZVOUS_SECRET"] = protocol.rendezvous_secret(self._secret)
+        environment[protocol.AGENT_VARIABLE] = self._socket_name
         try:
             started = guard.start(guard.Program(command, environment, str(message["directory"])))
         except OSError as error:
@@ -627,6 +646,29 @@ class Agent:
         loop = asyncio.get_running_loop()
         for stream in rank.open:
             loop.add_reader(rank.descriptor(stream), self._read, rank, stream)
+
+    async def _serve_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Notify a rank of each generation that is over, or note a watchdog, until it ends."""
+        connection: socket.socket = writer.get_extra_info("socket")
+        credentials = connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+        pid, user, _ = _CREDENTIALS.unpack(credentials)
+        with suppress(OSError):
+            role = await reader.read(1) if user == os.getuid() else b""
+            if role == protocol.RANK:
+                self._listeners.add(writer)
+                self._send_over(writer)
+            elif role == protocol.WATCHDOG:
+                self._watchdogs.add(pid)
+            await reader.read(1)
+        self._listeners.discard(writer)
+        self._watchdogs.discard(pid)
+        writer.close()
+
+    def _send_over(self, listener: asyncio.StreamWriter) -> None:
+        if self._over is not None:
+            listener.write(f"{self._over}\n".encode())
 
     def _end(self, number: int) -> None:
         rank = self._ranks.get(number)

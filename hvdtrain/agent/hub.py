@@ -4,8 +4,9 @@ The hub is the driver's host discovery (`find_available_hosts_and_slots`) and it
 end processes (`start`, `end`, `end_all`). One thread serves all agents.
 
 An agent whose connection breaks usually returns at once, with the same processes. If it does not
-within RETURN_SECONDS, or another agent registers for its host, its processes are lost and the host
-is not available. Processes of an agent that returns later are ended before its slots are used.
+within RETURN_SECONDS, if it falls silent (failure_detector.py), or if another agent registers for
+its host, its processes are lost and the host is not available. Processes of an agent that returns
+later are ended before its slots are used.
 
 The hub of horovodrun starts agents itself (`start_agents_with`): a process on a host without an
 agent waits for one. The end of what started the agent (ssh) ends its processes.
@@ -25,7 +26,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +35,7 @@ from typing import Protocol
 import hvdtrain
 from hvdtrain.agent import protocol
 from hvdtrain.agent.connections import DriverConnections, ServerThread
+from hvdtrain.agent.failure_detector import FailureDetector, Silence
 from hvdtrain.agent.protocol import Channel, Message
 from hvdtrain.runtime.clock import Clock
 from hvdtrain.untrusted import checked, printable
@@ -88,7 +90,6 @@ class _Agent:
 
     Args:
         strays: processes that it runs, but that the driver has given up.
-        silent: seconds since its last message.
     """
 
     registration: Registration
@@ -96,7 +97,6 @@ class _Agent:
     address: str
     processes: dict[int, _OnExit] = field(default_factory=dict)
     strays: set[int] = field(default_factory=set)
-    silent: float = 0.0
     away_since: float | None = None
     ends: set[int] = field(default_factory=set)  # asked for while it was away
     turn: tuple[Channel | None, Message] | None = None  # that it has been sent, on which channel
@@ -129,6 +129,9 @@ class Hub(ServerThread):
         on_hosts: called when a host comes or goes.
         on_isolation: called before hosts are given up while no host with processes responds.
         on_leave: called with a host that leaves the run, and its processes.
+        on_silence: called with the processes of a silent host, and a description of the silence,
+            before they are given up.
+        detector: judges the agents' silences.
     """
 
     removals_are_final = True
@@ -152,6 +155,10 @@ class Hub(ServerThread):
         self.on_hosts: Callable[[], None] = lambda: None
         self.on_isolation: Callable[[], None] = lambda: None
         self.on_leave: Callable[[str, Sequence[int]], None] = lambda *_: None
+        self.on_silence: Callable[[Sequence[int], str], None] = lambda *_: None
+        self.detector = FailureDetector(protocol.SILENT_SECONDS)
+        self._over: int | None = None  # last generation that has ended
+        self._alone = False  # no host with processes responds
         self._agents: dict[str, _Agent] = {}  # by host
         self._refused: dict[str, float] = {}  # agent -> time of its first refusal
         self._signalled: set[str] = set()  # hosts whose agents have reported a signal
@@ -273,6 +280,14 @@ class Hub(ServerThread):
         """End all processes."""
         self._call(self._end, None)
 
+    def begin(self, hosts: Iterable[str]) -> None:
+        """Begin a generation with ranks on these hosts."""
+        self._call(self.detector.begin, tuple(hosts))
+
+    def end_generation(self, generation: int) -> None:
+        """Notify all ranks that a generation is over."""
+        self._call(self._end_generation, generation)
+
     def set_order(
         self, order: Sequence[str] | None, holders: Mapping[str, Sequence[int]] | None = None
     ) -> None:
@@ -297,34 +312,46 @@ class Hub(ServerThread):
         server = self._loop.create_task(serving)
         clock, left = Clock(2 * _LOOK_SECONDS), _FINISH_SECONDS - 1
         while not server.done():
+            began = time.monotonic()
             await asyncio.sleep(_LOOK_SECONDS if self._finished is None else 0.02)
-            passed = clock.look()
+            passed, now = clock.look(), time.monotonic()
+            self.detector.excuse(now - began - passed, now)
+            for silence in self.detector.look(now):
+                self._give_up_silent(silence, now)
             for agent in tuple(self._agents.values()):
-                self._look(agent, passed)
+                agent.send({"type": "beat"})
+                self._give_up_away(agent)
             if self._finished is not None:
                 left -= passed
                 if left < 0 or all(a.channel is None for a in self._agents.values()):
                     return
         await server  # it raises the error by which it has ended
 
-    def _all_ranks_silent(self) -> bool:
+    def _all_ranks_silent(self, now: float) -> bool:
         """Whether no agent with processes has responded for a while: this host may be cut off."""
-        with_ranks = [agent for agent in self._agents.values() if agent.processes]
-        return bool(with_ranks) and all(agent.silent > _QUIET_SECONDS for agent in with_ranks)
+        hosts = [host for host, agent in self._agents.items() if agent.processes]
+        return bool(hosts) and all(self.detector.silence(h, now) > _QUIET_SECONDS for h in hosts)
 
-    def _look(self, agent: _Agent, passed: float) -> None:
-        """Notice an agent that is silent or stays away."""
+    def _give_up_silent(self, silence: Silence, now: float) -> None:
+        agent, why = self._agents[silence.host], f"no message for {silence.seconds:.2f} s"
+        if silence.confirmed:
+            why += f", bound {silence.bound:.2f} s, phi {silence.phi:.0f}"
+        elif self._all_ranks_silent(now):
+            if self._start_agent is not None:  # the end of the agent (of ssh) decides
+                if not self._alone:
+                    self._say("no host responds: the network of this host may have failed")
+                self._alone = True
+                return
+            self.on_isolation()
         if agent.channel is not None:
-            agent.send({"type": "beat"})
-            agent.silent += passed
-            if agent.silent > protocol.SILENT_SECONDS:
-                if self._all_ranks_silent():
-                    if self._start_agent is not None:
-                        return  # the end of the agent (of ssh) decides
-                    self.on_isolation()
-                agent.channel.abort()
-                self._lost(agent, f"no message for {protocol.SILENT_SECONDS:.0f} s")
-        elif (since := agent.away_since) and time.monotonic() - since > self._return_seconds:
+            agent.channel.abort()
+        self.detector.give_up(silence.host)
+        self.on_silence(tuple(agent.processes), why)
+        self._lost(agent, why)
+
+    def _give_up_away(self, agent: _Agent) -> None:
+        """Give up an agent that stays away."""
+        if (since := agent.away_since) and time.monotonic() - since > self._return_seconds:
             self._lost(agent, "its connection was closed")
 
     async def _serve_connection(
@@ -344,7 +371,8 @@ class Hub(ServerThread):
                 await self._listen(agent, channel)
         if (agent := self._of_channel(channel)) is not None:
             agent.channel, agent.away_since = None, time.monotonic()
-            self._loop.call_later(self._return_seconds, self._look, agent, 0.0)
+            self.detector.disconnected(agent.registration.host)
+            self._loop.call_later(self._return_seconds, self._give_up_away, agent)
         writer.close()
 
     def _give_up_missing(self, done: threading.Event) -> None:
@@ -406,7 +434,9 @@ class Hub(ServerThread):
         if agent.channel is not None and agent.channel is not channel:
             agent.channel.abort()
         agent.registration, agent.channel = found, channel
-        agent.address, agent.silent, agent.away_since = channel.own_address, 0.0, None
+        agent.address, agent.away_since = channel.own_address, None
+        local = channel.own_address == channel.peer_address
+        self.detector.connected(found.host, local, time.monotonic())
         running = {int(number) for number in found.running}
         for ended, code in found.ended.items():
             self._exited(agent, int(ended), code)
@@ -419,6 +449,8 @@ class Hub(ServerThread):
         for number in agent.strays | (agent.ends & running):
             agent.send({"type": "end", "number": number})
         agent.ends.clear()
+        if self._over is not None:
+            agent.send({"type": "over", "generation": self._over})
         self._send_turn(agent)
         if found.signal:  # its message may have been lost with a connection or a driver
             self._signal(found.host, found.signal, again=False)
@@ -432,7 +464,11 @@ class Hub(ServerThread):
     async def _listen(self, agent: _Agent, channel: Channel) -> None:
         while True:
             message = await channel.receive()
-            agent.silent = 0.0
+            heartbeat = message.get("type") == "beat"
+            self.detector.heard(agent.registration.host, time.monotonic(), heartbeat)
+            if self._alone:
+                self._alone = False
+                self._say("hosts respond again")
             try:
                 self._handle(agent, message)
             except (KeyError, TypeError, ValueError) as error:
@@ -454,6 +490,11 @@ class Hub(ServerThread):
         if again or host not in self._signalled:
             self._signalled.add(host)
             self._on_signal(host, number)
+
+    def _end_generation(self, generation: int) -> None:
+        self._over = generation
+        for agent in self._agents.values():
+            agent.send({"type": "over", "generation": generation})
 
     def _set_order(
         self, turns: dict[str, int] | None, holders: Mapping[str, Sequence[int]] | None
@@ -489,6 +530,7 @@ class Hub(ServerThread):
         if self._agents.get(host) is not agent:
             return
         del self._agents[host]
+        self.detector.disconnected(host)
         if self._finished is None:
             count = len(agent.processes)
             self.lost_hosts |= {host} if count else set()

@@ -140,7 +140,6 @@ class EndGeneration(Action):
     """Notify the running ranks that a rank is lost, so that none of them waits for a timeout."""
 
     number: int
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -457,8 +456,7 @@ def decide(job: JobState, now: float) -> list[Action]:
     # Before any SIGTERM: a rank that was given up but is alive would ask all others to stop. Once
     # its generation is over, it can no longer reach them.
     if job.rank_lost:
-        running = tuple(p.number for p in job.alive("running"))
-        return [EndGeneration(job.generations - 1, running)]
+        return [EndGeneration(job.generations - 1)]
     if ends := _end_processes(job, now):
         return ends
     if job.ending:

@@ -1,18 +1,18 @@
 """Elastic driver: starts and ends processes, and forms their generations.
 
 It runs inside horovodrun (horovodrun.py), `hvdtrain launch` (supervise/allocation.py), or a process
-that replaces the driver of `hvdtrain launch` (supervise/successor.py). Processes, heartbeats and
+that replaces the driver of `hvdtrain launch` (supervise/successor.py). Processes, agents and
 discovery report events, which change the state of the job (`JobState`). After an event, and as time
 passes, the driver calls `decide` (decisions.py), and performs the actions that it returns (`_act`,
 `_perform`).
 
 When a rank is lost:
 
-1. The driver detects the loss: the process exits (`_on_exit`), its heartbeats stop
-   (`on_silence`, failure_detector.py), its watchdog cannot kill it (`stuck`), or the other ranks
-   have waited too long for it (GiveUpProcess).
-2. EndGeneration: the driver clears the rendezvous and notifies the remaining ranks (OVER, see
-   heartbeats.py), which abort their collectives.
+1. The driver detects the loss: the process exits (`_on_exit`), its host falls silent
+   (`_on_silence`, agent/failure_detector.py), its watchdog cannot kill it (`stuck`), or the other
+   ranks have waited too long for it (GiveUpProcess).
+2. EndGeneration: the driver clears the rendezvous and notifies the remaining ranks through their
+   agents; they abort their collectives.
 3. The survivors request new ranks (`join`). FormGeneration: they form the next generation at once.
 4. StartProcess: after the slot's pause, usually while the survivors already train again, the driver
    starts a process in the free slot. When that process is ready to train, it waits, rank 0 learns
@@ -60,8 +60,6 @@ from hvdtrain.elastic.decisions import (
     has_membership_changes,
     start_processes,
 )
-from hvdtrain.elastic.failure_detector import Silence
-from hvdtrain.elastic.heartbeats import HeartbeatReceiver
 from hvdtrain.elastic.job_record import JobRecord
 from hvdtrain.elastic.processes import (
     Slots,
@@ -145,7 +143,6 @@ class ElasticDriver:
         self._job = secrets.randbits(62)  # unique to this job
         self._most_ranks = 0  # most ranks that have run at once so far
         self._signals: dict[str, float] = {}  # receiver -> time of its first signal
-        self._heartbeats = HeartbeatReceiver(rendezvous.secret.encode())
         self._silent: list[str] = []  # processes whose silence ended the last generation
         run = os.environ.get(LAUNCH_VARIABLE)
         self._records = HostRecords(Path(run), say) if run else None
@@ -189,8 +186,7 @@ class ElasticDriver:
     def start(self, hub: Hub, num_proc: int) -> None:
         """Start `num_proc` processes through the hub, and the driver's thread."""
         with self._changed:
-            self._hub = hub
-            self._listen()
+            self._attach(hub)
             now = time.monotonic()
             actions = start_processes(self._state, num_proc, now)
             self._record(actions)
@@ -201,13 +197,11 @@ class ElasticDriver:
     def take_over(self, hub: Hub, found: JobRecord) -> None:
         """Continue a job that another driver began; nothing changes for its ranks."""
         with self._changed:
-            self._hub, self._job = hub, found.job
+            self._job = found.job
             job_record.restore(found, self._state, time.monotonic())
-            self._listen()
-            ranks = self._state.alive("running")
-            if ranks:
+            self._attach(hub)
+            if ranks := self._state.alive("running"):
                 self._set_plan(assign(ranks), found.generations - 1)
-            self._heartbeats.begin([process.number for process in ranks])
         threading.Thread(target=self._run, daemon=True).start()
 
     def state_is_elsewhere(self, lost_hosts: Collection[str]) -> bool:
@@ -233,12 +227,14 @@ class ElasticDriver:
         """Record the end of a process that another driver started."""
         self._on_exit(self._state.processes[number], code)
 
-    def _listen(self) -> None:
-        """Listen for heartbeats; if the port is taken, timeouts alone detect failures."""
-        try:
-            self._heartbeats.listen(self, self._rendezvous.port)
-        except OSError as error:
-            say(f"heartbeats cannot be received: {error}")
+    def _attach(self, hub: Hub) -> None:
+        self._hub = hub
+        hub.on_silence = self._on_silence
+
+    @property
+    def _agents(self) -> Hub:
+        assert self._hub is not None
+        return self._hub
 
     def wait(self) -> int:
         """Wait for the end of the job; return its exit code."""
@@ -333,8 +329,7 @@ class ElasticDriver:
             case StartProcess():
                 self._start_process(action)
             case EndProcess(number):
-                assert self._hub is not None
-                self._hub.end(number)
+                self._agents.end(number)
             case RemoveProcess(number, refused):
                 reason = {"reason": refused} if refused else {}
                 self._answer({number: _EXCLUDED | reason})
@@ -343,10 +338,10 @@ class ElasticDriver:
             case FormGeneration():
                 self.record(job_record.record(self._job, self._state))
                 self._begin_generation(action)
-            case EndGeneration(generation, ranks):
+            case EndGeneration(generation):
                 # Ranks in the rendezvous would wait for the lost rank's addresses.
                 self._rendezvous.init([], _NO_GENERATION)
-                self._heartbeats.announce_over(ranks, generation)
+                self._agents.end_generation(generation)
             case EndJob():
                 self._end_all()
             case ReportResult(exit_code):
@@ -357,18 +352,15 @@ class ElasticDriver:
         slots = self._state.hosts.slots[action.host]
         slot_info = SlotInfo(action.host, action.number, action.slot, 0, action.size, slots, 1)
         process = self._state.processes[action.number]
-        assert self._hub is not None
-        self._hub.start(slot_info, lambda code: self._on_exit(process, code))
+        self._agents.start(slot_info, lambda code: self._on_exit(process, code))
 
     def _on_exit(self, process: TrainingProcess, code: int) -> None:
         with self._changed:
-            self._heartbeats.drop(process.number)
             self._act_on(self._state.exited(process, code, time.monotonic()))
 
     def _begin_generation(self, action: FormGeneration) -> None:
         """Give processes their ranks, which `join` returns to them."""
         self._set_plan(action.plan, action.number)
-        self._heartbeats.begin(action.processes)
         answers: dict[int, dict[str, Any]] = {}
         places = reported_places([self._state.processes[number] for number in action.processes])
         for slot, number in zip(action.plan, action.processes, strict=True):
@@ -387,6 +379,7 @@ class ElasticDriver:
 
     def _set_plan(self, plan: Sequence[SlotInfo], generation: int) -> None:
         self._hosts = [slot.hostname for slot in plan]
+        self._agents.begin(self._hosts)
         self._rendezvous.init([*plan], generation)
 
     def _answer(self, answers: Mapping[int, dict[str, Any]]) -> None:
@@ -450,11 +443,6 @@ class ElasticDriver:
             changes = has_membership_changes(self._state, time.monotonic())
             return {"stop": self._state.stop_requested, "hosts": changes}
 
-    def alive(self, number: int) -> None:
-        """Record that a process is alive, although its heartbeats are not acknowledged."""
-        with self._changed:
-            self._record_request(number)
-
     def failed(self, number: int, message: str, step: int | None = None) -> None:
         """Record why a process is about to end; `step`: the step in which it raised an error."""
         with self._changed:
@@ -491,7 +479,6 @@ class ElasticDriver:
         if process is None or process.state in ("gone", "lost"):
             return None
         process.responded = True
-        self._heartbeats.answered(number)
         return process
 
     # --- discovery -----------------------------------------------------------
@@ -530,60 +517,20 @@ class ElasticDriver:
             complete = self._state.generations > 0 and ranks == self._most_ranks
             return _DISCOVERY_SECONDS[complete]
 
-    # --- verdicts on heartbeats, see heartbeats.Listener ---------------------
+    # --- called by the hub ---------------------------------------------------
 
-    def on_silence(self, silence: Silence) -> bool:
-        """Declare a process lost that was silent for too long; the others continue at once.
+    def _on_silence(self, numbers: Sequence[int], why: str) -> None:
+        """Declare the processes of a silent host lost; the others continue at once.
 
-        The process is also ended as soon as it can be reached, because its state is unknown.
-
-        Returns:
-            Whether the process is lost.
+        They are ended as soon as the host responds again, because their state is unknown.
         """
         with self._changed:
-            process = self._state.process(silence.number)
-            if process is None or process.state not in ("running", "waiting"):
-                return False
-            if self._state.ending:
-                return False
-            what = (
-                f"fell silent: no heartbeat for {silence.seconds:.2f} s (bound "
-                f"{silence.bound:.2f} s, phi {silence.phi:.0f})"
-            )
-            self._silent.append(f"{process} {what}")
-            self._act_on(self._state.given_up(process, what, time.monotonic(), must_end=True))
-            return True
-
-    def on_return(self, silence: Silence) -> None:
-        """Report that heartbeats of a process that was given up arrive again."""
-        with self._changed:
-            process = self._state.process(silence.number)
-            if process is not None and process.state == "lost":
-                say(f"{process} responds again after {silence.seconds:.2f} s; it is replaced")
-
-    def on_lost_datagrams(self, silence: Silence) -> None:
-        """Report that a process responds only over TCP."""
-        with self._changed:
-            process = self._state.process(silence.number)
-            if process is not None and process.state in ("running", "waiting"):
-                say(
-                    f"{process} responds over TCP, but no heartbeat (UDP) has arrived for "
-                    f"{silence.seconds:.2f} s: until heartbeats arrive again, agents and "
-                    "elastic.timeout_seconds detect its failure"
-                )
-
-    def on_common_silence(self, seconds: float) -> None:
-        """Report that processes fell silent all at once; 0 seconds: the silence is over."""
-        with self._changed:
-            if self._state.ending:
-                return
-            if seconds:
-                say(
-                    f"heartbeats stopped all at once {seconds:.2f} s ago: the network of this host "
-                    "may have failed, so no rank is ended"
-                )
-            else:
-                say("heartbeats arrive again")
+            for process in map(self._state.process, numbers):
+                able = process is not None and process.state in ("running", "waiting")
+                if process is not None and able and not self._state.ending:
+                    self._silent.append(f"{process} fell silent: {why}")
+                    self._state.given_up(process, why, time.monotonic(), must_end=True)
+            self._act()
 
     # --- end of the job ------------------------------------------------------
 
@@ -601,8 +548,7 @@ class ElasticDriver:
     def _finish(self, code: int) -> None:
         """Report the exit code; the job is over."""
         if self._verbose:
-            detector = self._heartbeats.detector
-            longest, phi = detector.longest, detector.phi
+            longest, phi = self._agents.detector.longest, self._agents.detector.phi
             say(f"heartbeats: the longest delay was {longest:.2f} s (phi {phi:.0f})")
         self._exit_code = code if code >= 0 else 128 - code
         self._finished.set()

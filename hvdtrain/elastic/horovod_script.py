@@ -173,12 +173,11 @@ class ScriptRank:
         elastic.notification_manager = self._states
         # A script that does nothing for hours between two collectives is not a hung one.
         HEARTBEAT.beat(Activity.WAITING)
-        line, launcher = self._membership.line, self._membership.launcher
-        start_watchdog = partial(
-            watchdog.start, HEARTBEAT, _HANG_SECONDS, launcher, self._number, line
+        launcher = self._membership.launcher
+        watchdog.KeptWatchdog(
+            partial(watchdog.start, HEARTBEAT, _HANG_SECONDS, launcher, self._number)
         )
-        watchdog.KeptWatchdog(start_watchdog)
-        line.listen(self._abort)
+        self._membership.listen(self._abort)
         threading.Thread(target=self._watch_hosts, daemon=True).start()
 
     def _init(self, basics: Any, start: Callable[[], None]) -> None:

@@ -10,9 +10,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from hvdtrain.elastic.heartbeats import HeartbeatSender
+from hvdtrain.agent.protocol import RANK, connect_to_agent
 from hvdtrain.elastic.rendezvous import RANKS, DriverAddress
 from hvdtrain.elastic.status import ProcessStatus
+from hvdtrain.log import logger
 from hvdtrain.runtime import environment, interfaces
 from hvdtrain.runtime.signals import StopFlag
 
@@ -21,6 +22,7 @@ _PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _GENERATION = "HOROVOD_RENDEZVOUS_GENERATION"
 _LOST_SECONDS = 20.0
 _NEWS_SECONDS = 0.5
+_ABORT_SECONDS = 0.25  # a collective may begin just after the first abort
 
 
 class RemovedError(Exception):
@@ -50,7 +52,6 @@ class Membership:
     Attributes:
         job, generation: unique number of the job, and number of this generation.
         hosts_changed: processes wait to join or must leave: another rendezvous is due.
-        line: sends this process's heartbeats.
         silent: the driver's messages about processes that fell silent in the last generation.
         places: host -> where a rank of it listens, if the last rendezvous has failed, too; on one
             rank of each host.
@@ -61,12 +62,13 @@ class Membership:
         self.job, self.generation = 0, 0
         self.hosts_changed = False
         self.launcher = str(self._driver)
-        self.line = HeartbeatSender(self._driver, number)
         self.silent: list[str] = []
         self.places: dict[str, tuple[str, int]] = {}
         self._number = number
         self._stop = stop
         self._listening = False
+        self._entering = threading.Lock()
+        self._entered: int | None = None  # the generation, if this process has entered one
 
     @classmethod
     def of_this_process(cls, stop: StopFlag) -> Membership | None:
@@ -149,11 +151,44 @@ class Membership:
         self.hosts_changed = False
         self.silent = assignment.get("silent", [])
         self.places = assignment.get("places", {})
-        self.line.join(assignment["generation"])
+        with self._entering:
+            self._entered = self.generation
         if assignment["rank"] == 0 and not self._listening:
             self._listening = True  # rank 0 stays rank 0 until it ends
             threading.Thread(target=self._listen, daemon=True).start()
         return assignment
+
+    def listen(self, on_over: Callable[[], None]) -> None:
+        """Start a thread that calls `on_over` while this process's generation is over."""
+        threading.Thread(target=self._listen_to_agent, args=(on_over,), daemon=True).start()
+
+    def _listen_to_agent(self, on_over: Callable[[], None]) -> None:
+        over = -1
+        try:
+            agent = connect_to_agent(RANK)
+        except OSError as error:
+            logger.warning(
+                "this host's agent is not reached (%s): this rank notices the loss of another "
+                "host only after elastic.timeout_seconds",
+                error.strerror,
+            )
+            return
+        with agent:
+            while True:
+                with self._entering:
+                    if ended := self._entered is not None and over >= self._entered:
+                        on_over()
+                    waits = self._entered is not None and not ended
+                agent.settimeout(None if waits else _ABORT_SECONDS)
+                try:
+                    lines = agent.recv(4096).split()
+                except TimeoutError:
+                    continue
+                except OSError:
+                    return
+                if not lines:
+                    return
+                over = int(lines[-1])
 
     def report(self, message: str, step: int | None) -> None:
         """Report to the launcher, if it can be reached, why this process is about to end.

@@ -5,7 +5,6 @@ request_server.py is the server.
 GET /news/NUMBER     {"stop": bool, "hosts": bool}
 POST /join/NUMBER    requests the process's ranks. Body: the process's status (status.py).
                      Response: a JSON object of ranks, or 404: not yet
-POST /alive/NUMBER   {}: sent by a watchdog whose heartbeats are not acknowledged
 POST /failed/NUMBER  {"message": str, "step": int or null}: why the process is about to end
 POST /replace/NUMBER {"message": str}: the process ends; a new process must take its place
 POST /leave/NUMBER   {"message": str, "cause": str}: the process's host is about to be taken away,
@@ -43,6 +42,7 @@ RANKS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 _REPLY_SECONDS = 5.0
 _FOLLOW_SECONDS = 1.5  # to connect to a driver that another one may have replaced
 _PROBE_SECONDS = 1.0
+_SECRET = "HOROVOD_RENDEZVOUS_SECRET"
 # Set by `hvdtrain launch` without hosts: the driver's file (agent/driver_file.py), and
 # elastic.driver_timeout in seconds.
 FILE_VARIABLE = "HVDTRAIN_DRIVER_FILE"
@@ -61,6 +61,11 @@ def environment_of(slot: Slot, address: str, port: int) -> dict[str, str]:
         "HOROVOD_ELASTIC": "1",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def job_secret() -> bytes:
+    """Return the secret that the ranks of this process's elastic job share."""
+    return os.environ.get(_SECRET, "").encode()
 
 
 class DriverAddress:

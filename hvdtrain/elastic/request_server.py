@@ -11,7 +11,8 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -36,7 +37,7 @@ _NONCE_BYTES = 8  # at the start of a row: distinguishes a repeated request from
 _REFUSED_SECONDS = 60.0  # between two messages about refused requests
 _STOP_SECONDS = 5.0
 
-_REPORTS = ("alive", "failed", "replace", "leave", "stuck")  # methods of the driver
+_REPORTS = ("failed", "replace", "leave", "stuck")  # methods of the driver
 
 _Answer = tuple[int, bytes]
 _NOT_YET: _Answer = (HTTPStatus.NOT_FOUND, b"")
@@ -118,17 +119,27 @@ class RequestServer(ServerThread):
             answer = await self._request(reader, writer)
             if answer is not None:
                 _send(writer, *answer)
-        except (OSError, EOFError, ValueError, asyncio.TimeoutError):
+        except (OSError, EOFError, ValueError):
             pass  # it went away, or speaks something else
         finally:
             writer.close()
+
+    @contextmanager
+    def _within(self, seconds: float, writer: asyncio.StreamWriter) -> Iterator[None]:
+        """Close the connection if the block takes longer; `wait_for` would create a task."""
+        timer = self._loop.call_later(seconds, writer.transport.abort)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def _request(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> _Answer | None:
         """Return the answer to a request, or None if it was sent."""
         try:
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_SECONDS)
+            with self._within(_HEAD_SECONDS, writer):
+                head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
             return _BAD
         first, *lines = head.decode("latin-1").split("\r\n")
@@ -145,7 +156,8 @@ class RequestServer(ServerThread):
             return _BAD
         body = b""
         if length:
-            body = await asyncio.wait_for(reader.readexactly(length), _BODY_SECONDS)
+            with self._within(_BODY_SECONDS, writer):
+                body = await reader.readexactly(length)
         if not signatures.is_signed_body(signature, body):
             return self._refuse(writer, first, "has another body than the one that was signed")
         assert self._driver is not None
@@ -233,7 +245,8 @@ class RequestServer(ServerThread):
             return
         async with self._columns:
             _send(writer, HTTPStatus.OK, exchange.column(rank))
-            await asyncio.wait_for(writer.drain(), _BODY_SECONDS)
+            with self._within(_BODY_SECONDS, writer):
+                await writer.drain()
 
     def _refuse(self, writer: asyncio.StreamWriter, request: str, why: str) -> _Answer:
         self._refused += 1
@@ -251,7 +264,8 @@ def _found(answer: dict[str, Any] | None) -> _Answer:
 
 def _send(writer: asyncio.StreamWriter, status: int, value: bytes) -> None:
     head = f"HTTP/1.0 {status} {HTTPStatus(status).phrase}\r\n"
-    writer.write(f"{head}Content-Length: {len(value)}\r\n\r\n".encode() + value)
+    writer.write(f"{head}Content-Length: {len(value)}\r\n\r\n".encode())
+    writer.write(value)
 
 
 class _AddressExchange:

@@ -38,13 +38,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import psutil
 
-from hvdtrain.elastic.heartbeats import HeartbeatSender
+from hvdtrain.agent.protocol import WATCHDOG as WATCHDOG_ROLE
+from hvdtrain.agent.protocol import connect_to_agent
 from hvdtrain.elastic.rendezvous import DriverAddress
 from hvdtrain.log import logger
 from hvdtrain.runtime.clock import Clock
@@ -83,11 +84,7 @@ _ENDING_SECONDS = 60.0  # at least: a rank limits its own end (train.py)
 
 
 def start(
-    heartbeat: Heartbeat,
-    hang_seconds: float,
-    launcher: str,
-    number: int,
-    line: HeartbeatSender | None,
+    heartbeat: Heartbeat, hang_seconds: float, launcher: str, number: int
 ) -> subprocess.Popen[bytes]:
     """Start the watchdog of this process; it ends with the process.
 
@@ -95,22 +92,17 @@ def start(
         hang_seconds: as elastic.hang_seconds.
         launcher: "address:port" of an elastic launcher, or "".
         number: the launcher's number of this process.
-        line: sends this process's heartbeats to the launcher.
     """
     command = [sys.executable, "-m", "hvdtrain.elastic.watchdog"]
     arguments = [os.getpid(), os.getppid(), heartbeat.descriptor, hang_seconds, launcher, number]
-    arguments += [line.port] if line else []
     with blocked():  # as long as it runs: it ends with its rank
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [*command, *map(str, arguments)],
             stdin=subprocess.PIPE,  # receives the path for stacks; closed when this process ends
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,  # read when it has died, see KeptWatchdog
             pass_fds=[heartbeat.descriptor],
         )
-    if line is not None:
-        line.mute_after(process.pid)
-    return process
 
 
 class Timer:
@@ -203,20 +195,11 @@ class HangDetector:
 def main(arguments: list[str]) -> int:
     """Watch the rank until it is gone or has to be ended."""
     driver, number = _driver(arguments[4]), int(arguments[5])
-    with threads_named(WATCHDOG):
-        if driver is None or len(arguments) <= 6:
-            return _watch(arguments, driver, number)
-        line = HeartbeatSender(driver, number, int(arguments[6]))
-
-        def notify() -> None:
-            driver.follow()  # before a request waits for a host that is gone
-            driver.ask("alive", number, {})
-
-        threading.Thread(target=line.beat_forever, args=(notify,), daemon=True).start()
-        try:
-            return _watch(arguments, driver, number)
-        finally:
-            line.mute()
+    with threads_named(WATCHDOG), ExitStack() as kept:
+        if driver is not None:
+            with suppress(OSError):  # the agent continues this process if it is stopped
+                kept.enter_context(connect_to_agent(WATCHDOG_ROLE))
+        return _watch(arguments, driver, number)
 
 
 def _watch(arguments: list[str], driver: DriverAddress | None, number: int) -> int:

@@ -194,14 +194,13 @@ class Session:
         if environment.launched_size() in (None, 1) and not environment.elastic():
             return None
         launcher = self._membership.launcher if self._membership else ""
-        line = self._membership.line if self._membership else None
         hang_seconds = settings.config.elastic.hang_seconds
         heartbeat.HEARTBEAT.judged = hang_seconds > 0
         kept = KeptWatchdog(
-            partial(watchdog.start, heartbeat.HEARTBEAT, hang_seconds, launcher, self._number, line)
+            partial(watchdog.start, heartbeat.HEARTBEAT, hang_seconds, launcher, self._number)
         )
-        if line is not None:
-            line.listen(self._abort)
+        if self._membership is not None:
+            self._membership.listen(self._abort)
         return kept
 
     def _on_notice(self, message: str) -> None:

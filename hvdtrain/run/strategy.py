@@ -34,8 +34,8 @@ from torch.nn.modules.batchnorm import _NormBase  # private, see tasks/sync_batc
 from torch.optim import Optimizer
 
 from hvdtrain.config import Config
-from hvdtrain.elastic.heartbeats import job_secret
 from hvdtrain.elastic.membership import ReplacedError
+from hvdtrain.elastic.rendezvous import job_secret
 from hvdtrain.engine.loop import MembershipChanged
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import norm_of_gradients

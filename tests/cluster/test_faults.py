@@ -50,14 +50,15 @@ KILLS = {
     ),
     "kill all of a host": Case(lambda job: job.kill_processes_of("node2"), 2, 2),
 }
-# In separate jobs: silence is judged by the delays of heartbeats, which are late while ranks start
-# on the same machine. A stopped rank costs about 2 s: 1 s of silence, a rendezvous, and a step that
-# takes longer on three ranks; without the failure detector it costs the 3 s of a collective in
-# addition.
-SILENCES = {
+# In a separate job: what is stopped is noticed by the CPU time that it does not use, and ranks that
+# start on the same machine delay everything. A stopped rank costs about 2 s: its watchdog kills it
+# after 1 s.
+STOPS = {
     "stop one for ever": Case(lambda job: job.stop(job.numbers("node2")[0]), 3, 2.7),
-    # A false alarm: the process is healthy, and must not take a step after it was removed.
-    "stop the watchdog of one": Case(lambda job: job.stop_watchdog(job.numbers("node2")[0]), 3, 2),
+    # The agent continues the watchdog.
+    "stop one with its watchdog": Case(
+        lambda job: job.stop(job.numbers("node2")[0], watchdog=True), 3, 4.7
+    ),
 }
 OTHERS = {
     "three killed in one recovery": Case(_three_in_one_recovery, None, 8),
@@ -106,11 +107,11 @@ def test_survivors_continue_after_rank_is_killed(
 
 
 @pytest.mark.timeout(400)
-def test_survivors_continue_after_rank_falls_silent(
+def test_survivors_continue_after_a_rank_is_stopped(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]], record_property: Record
 ) -> None:
     running = job()
-    _check_job(running, SILENCES, reference, record_property)
+    _check_job(running, STOPS, reference, record_property)
 
 
 @pytest.mark.timeout(400)
@@ -170,37 +171,10 @@ def test_survivors_continue_after_a_cut_link_and_the_host_rejoins(
     record_property("seconds", f"{recovered:.2f}, joined again after {joined:.1f}")
     assert_same_curve(running.lines(), reference)
     assert recovered <= 2, f"{recovered:.2f} s without a step: {done}"
-    assert "fell silent: no heartbeat for" in running.job.output()
+    assert "the agent of node2 is gone (no message for" in running.job.output()
     (start,) = (e for e in running.events("start") if e["cause"] == "failure")
-    assert "on node2 fell silent: no heartbeat for" in str(start["silent"])
+    assert "on node2 fell silent: no message for" in str(start["silent"])
     assert joined <= 20, f"joined {joined:.1f} s after the link was there again: {done}"
-
-
-def test_survivors_continue_after_a_cut_link_if_datagrams_are_blocked(
-    cluster: Cluster,
-    job: Callable[..., ElasticJob],
-    reference: list[dict[str, Any]],
-    record_property: Record,
-) -> None:
-    cluster.datagrams("node2", leave=False)
-    try:
-        running = job(hosts="node1:1 node2:1", **TWO)
-        running.wait_for_step(10)
-        since = time.time()
-        cluster.link("node2", up=False)
-        running.set_hosts("node1:1")
-        running.wait_for_world(1, 30)
-        recovered = pause(running.lines(), since)
-    finally:
-        cluster.link("node2", up=True)
-        cluster.datagrams("node2", leave=True)
-    running.wait_for_more(5, 30)
-    done = running.end()
-    record_property("seconds", round(recovered, 2))
-    assert_same_curve(running.lines(), reference)
-    # ssh ends 12 s after the cut.
-    assert recovered <= 16, f"{recovered:.2f} s without a step: {done}"
-    assert "fell silent" not in running.job.output()
 
 
 def test_launcher_without_ranks_survives_a_short_link_failure(
@@ -219,18 +193,19 @@ def test_launcher_without_ranks_survives_a_short_link_failure(
     assert len(running.events("start")) == 1, running.job.output()
 
 
-def test_no_rank_is_ended_when_its_datagrams_are_dropped(
+def test_network_that_fails_for_a_moment_ends_no_rank(
     cluster: Cluster, job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
     running = job(hosts="node1:1 node2:1", **TWO)
     running.wait_for_step(40)
-    cluster.datagrams("node2", leave=False)
-    try:
-        time.sleep(3)
-    finally:
-        cluster.datagrams("node2", leave=True)
+    for _ in range(5):
+        cluster.part("node1", "node2", leave=False)
+        try:
+            time.sleep(0.5)
+        finally:
+            cluster.part("node1", "node2", leave=True)
+        time.sleep(2.5)
     running.wait_for_more(20, 30)
     running.end()
     assert_same_curve(running.lines(), reference)
     assert len(running.events("start")) == 1, running.job.output()
-    assert "process 1 on node2 responds over TCP" in running.job.output()

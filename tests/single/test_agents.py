@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import cast
 from unittest.mock import patch
 
+import psutil
 import pytest
 
 from hvdtrain.agent import agent, driver_file, protocol
@@ -26,6 +28,7 @@ from hvdtrain.errors import EXIT_PREEMPTED
 from hvdtrain.run_files import owner_token
 from tests.support.fleet import SECONDS, Fleet
 from tests.support.job import has_ended, poll, running_children
+from tests.support.runs import REPOSITORY
 
 
 @pytest.fixture
@@ -194,10 +197,82 @@ def test_stopped_agent_loses_its_host_and_ends_old_processes_on_return(fleet: Fl
     agent.suspend()
     assert fleet.wait_for_exit(0) == 128 + 9
     assert fleet.hub.find_available_hosts_and_slots() == {}
-    assert any("no message for 3 s; its 1 rank is lost" in s.replace(")", "") for s in fleet.said)
+    assert re.search(r"no message for 3\.\d\d s\); its 1 rank is lost", str(fleet.said))
     agent.resume()
     assert fleet.hub.wait_for(lambda hosts: "a" in hosts, SECONDS)
     assert has_ended(rank), "the slot was offered while its old process existed"
+
+
+_LISTENS = """exec python -uc "
+import os, socket
+agent = socket.socket(socket.AF_UNIX)
+agent.connect(chr(0) + os.environ['HVDTRAIN_AGENT'])
+agent.send(b'r')
+print('ready')
+while lines := agent.recv(100):
+    print('over', int(lines))
+" """
+
+
+def test_ranks_are_notified_of_generations_that_are_over(fleet: Fleet) -> None:
+    path = {"PATH": os.environ["PATH"]}
+    fleet.agent("a", env=path)
+    fleet.agent("b", env=path)
+    fleet.start(0, _LISTENS)
+    fleet.start(1, _LISTENS, host="b")
+    for number in (0, 1):
+        fleet.wait_for_output(number, "ready")
+    fleet.hub.end_generation(3)
+    for number in (0, 1):
+        fleet.wait_for_output(number, "over 3")
+    away = fleet.hub._agents["b"].channel
+    assert away is not None
+    fleet.hub._call(away.abort)
+    fleet.hub.end_generation(4)  # lost with the connection
+    for number in (0, 1):
+        fleet.wait_for_output(number, "over 4")
+    fleet.start(2, _LISTENS, host="b")
+    fleet.wait_for_output(2, "over 4")
+
+
+_WATCHES = """exec python -uc "
+import os
+from hvdtrain.agent.protocol import WATCHDOG, connect_to_agent
+agent = connect_to_agent(WATCHDOG)
+print(os.getpid())
+agent.recv(1)
+" """
+
+
+def test_watchdog_that_was_stopped_is_continued(fleet: Fleet) -> None:
+    fleet.agent("a", env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY)})
+    fleet.start(0, _WATCHES)
+    watchdog = psutil.Process(int(fleet.wait_for_output(0, "\n")))
+    watchdog.suspend()
+    poll(lambda: watchdog.status() != psutil.STATUS_STOPPED, SECONDS, "its continuation")
+
+
+@pytest.mark.alone
+def test_silent_host_is_given_up_early_if_another_one_confirms_it(fleet: Fleet) -> None:
+    silences: list[tuple[int, ...]] = []
+    fleet.hub.on_silence = lambda numbers, why: silences.append(tuple(numbers))
+    for host in "ab":
+        fleet.agent(host)
+    for number, host in enumerate("aab"):
+        fleet.start(number, "echo ready; exec sleep 600", host=host)
+        fleet.wait_for_output(number, "ready")
+    fleet.hub.begin("ab")
+    time.sleep(3)
+    assert not silences
+    agent = fleet.pid("a", "hvdtrain-agent")
+    agent.suspend()
+    began = time.monotonic()
+    assert fleet.wait_for_exit(0) == fleet.wait_for_exit(1) == 128 + 9
+    assert 0.7 < time.monotonic() - began < 2
+    assert silences == [(0, 1)]
+    assert re.search(r"no message for 1.* bound 1.*; its 2 ranks are lost", str(fleet.said))
+    assert 2 not in fleet.codes
+    agent.resume()
 
 
 def test_agent_without_driver_ends_its_ranks_and_exits_with_75(tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ def test_rebuilt_job_has_the_same_ranks_and_nothing_to_do(
 def test_loss_found_by_the_next_driver_forms_the_next_generation() -> None:
     state = rebuilt(running_job(["a", "b"]))
     state.exited(state.processes[1], 137, NOW)
-    assert decide(state, NOW) == [EndGeneration(0, (0,))]
-    state.apply(EndGeneration(0, (0,)), NOW)
+    assert decide(state, NOW) == [EndGeneration(0)]
+    state.apply(EndGeneration(0), NOW)
     state.requested(state.processes[0], STATUS, NOW)
     (action,) = decide(state, NOW)
     assert isinstance(action, FormGeneration)

@@ -56,7 +56,7 @@ def test_survivors_are_notified_before_a_silent_rank_is_ended() -> None:
     job = _start({"a": 3})
     job.fall_silent(1)
     actions = decide(job.state, job.now)
-    assert actions == [EndGeneration(job.state.generations - 1, (0, 2))]
+    assert actions == [EndGeneration(job.state.generations - 1)]
     job.state.apply(actions[0], job.now)
     assert decide(job.state, job.now) == [EndProcess(1)]
 
@@ -65,7 +65,7 @@ def test_survivors_are_notified_when_a_rank_exits() -> None:
     job = _start({"a": 3})
     job.exit(1, 137)
     actions = decide(job.state, job.now)
-    assert actions == [EndGeneration(0, (0, 2))]
+    assert actions == [EndGeneration(0)]
     job.state.apply(actions[0], job.now)
     assert decide(job.state, job.now) == []
 
@@ -646,7 +646,7 @@ def test_survivors_are_notified_when_a_leaving_rank_dies() -> None:
     job = _start({"a": 1, "b": 1})
     _find(job, a=1)
     job.exit(1, 137)
-    assert decide(job.state, job.now) == [EndGeneration(0, (0,))]
+    assert decide(job.state, job.now) == [EndGeneration(0)]
     assert not job.state.failed, "the removal of its host counted as a failure"
 
 

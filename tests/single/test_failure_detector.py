@@ -8,88 +8,100 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.elastic.failure_detector import (
-    BEAT_SECONDS,
-    THIS_HOST,
-    FailureDetector,
-    TrackedProcess,
-)
+from hvdtrain.agent.failure_detector import FailureDetector, TrackedHost
+from hvdtrain.agent.protocol import BEAT_SECONDS
 
 LEAST, MOST = 1.0, 3.0
 DELAYS = st.lists(st.floats(0.01, 1.2), min_size=8, max_size=600)
+LOOK_SECONDS = 0.05
 
 
-def _after(delays: list[float]) -> tuple[TrackedProcess, float]:
-    """Return a process whose heartbeats had these delays, and the time of the last one."""
+def _after(delays: list[float]) -> tuple[TrackedHost, float]:
+    """Return a host whose heartbeats had these delays, and the time of the last one."""
     now = 100.0
-    arrivals = TrackedProcess("a", now)
+    host = TrackedHost(False, now)
     for delay in delays:
         now += delay
-        arrivals.record(now)
-    return arrivals, now
+        host.record(now)
+    return host, now
 
 
 @given(DELAYS, st.floats(0.0, 2.0))
 def test_delay_up_to_twice_the_longest_seen_is_no_alarm(delays: list[float], times: float) -> None:
-    arrivals, now = _after(delays)
-    bound, later = arrivals.bound(LEAST, MOST), now + times * max(delays[-512:])
-    assert bound is not None and arrivals.silence(later) <= bound + 1e-6
+    host, now = _after(delays)
+    later = now + times * max(delays[-512:])
+    assert host.silence(later) <= host.bound(LEAST, MOST) + 1e-6
 
 
 @given(DELAYS)
 def test_silence_bound_stays_within_its_limits(delays: list[float]) -> None:
-    bound = _after(delays)[0].bound(LEAST, MOST)
-    assert bound is not None and LEAST <= bound <= MOST
+    assert LEAST <= _after(delays)[0].bound(LEAST, MOST) <= MOST
 
 
 def test_bound_adapts_to_observed_delays() -> None:
-    steady = _after([0.25] * 50)[0].bound(LEAST, MOST)
-    jittered = _after([0.05, 0.45] * 25)[0].bound(LEAST, MOST)
-    slow = _after([0.1, 0.9] * 25)[0].bound(LEAST, MOST)
-    one_late = _after([*[0.25] * 50, 0.9, *[0.25] * 50])[0].bound(LEAST, MOST)
-    long_ago = _after([0.9, *[0.25] * 600])[0].bound(LEAST, MOST)
-    assert steady == long_ago == LEAST
-    assert jittered is not None and 1.3 < jittered < 1.5
-    assert slow is not None and 2 < slow < MOST
-    assert one_late is not None and abs(one_late - 1.8) < 1e-6
+    def bound(delays: list[float]) -> float:
+        return _after(delays)[0].bound(LEAST, MOST)
+
+    assert bound([0.25] * 50) == bound([0.9, *[0.25] * 600]) == LEAST
+    assert 1.3 < bound([0.05, 0.45] * 25) < 1.5
+    assert 2 < bound([0.1, 0.9] * 25) < MOST
+    assert abs(bound([*[0.25] * 50, 0.9, *[0.25] * 50]) - 1.8) < 1e-6
 
 
-def test_no_verdict_is_given_on_too_few_heartbeats() -> None:
+def test_bound_is_the_longest_on_too_few_heartbeats() -> None:
     for beats in range(8):
-        assert _after([0.25] * beats)[0].bound(LEAST, MOST) is None
+        assert _after([0.25] * beats)[0].bound(LEAST, MOST) == MOST
     assert _after([0.25] * 8)[0].bound(LEAST, MOST) == LEAST
 
 
 @given(DELAYS)
 def test_phi_increases_during_silence(delays: list[float]) -> None:
-    arrivals, now = _after(delays)
-    phis = [arrivals.phi(now + tenths / 10) for tenths in range(50)]
+    host, now = _after(delays)
+    phis = [host.phi(now + tenths / 10) for tenths in range(50)]
     assert all(later >= earlier for earlier, later in pairwise(phis))
     assert phis[0] < 1 and phis[-1] > 8
 
 
 def test_time_without_listening_does_not_count_as_silence() -> None:
-    arrivals, now = _after([0.25] * 20)
-    arrivals.excuse(60)
-    assert arrivals.silence(now + 60.25) == 0.25
+    detector = _beating(["a", "b"])
+    detector.excuse(60, 1064.0)
+    assert not detector.look(1064.1)
+    assert detector.silence("a", 1064.0) < 5
+
+
+def _beating(hosts: list[str], until: float = 1004.0) -> FailureDetector:
+    """Return a detector of hosts with ranks that have sent heartbeats since 1000."""
+    detector = FailureDetector(MOST)
+    detector.begin(hosts)
+    for host in hosts:
+        detector.connected(host, local=host == HOME, now=1000.0)
+    for beat in range(1, round((until - 1000) / BEAT_SECONDS) + 1):
+        for host in hosts:
+            detector.heard(host, 1000 + beat * BEAT_SECONDS, heartbeat=True)
+    return detector
 
 
 class Network:
-    """Ranks that send heartbeats with jitter to a detector, over links that can fail.
+    """Hosts whose agents send heartbeats with jitter to a detector, over links that can fail.
 
     Args:
-        hosts: the host of each rank.
+        hosts: hosts with ranks; HOME is the detector's own.
         late: delays of heartbeats in seconds, one after the other.
+
+    Attributes:
+        confirmed, unconfirmed: host -> time at which its silence was reported.
     """
 
-    def __init__(self, hosts: list[str], late: list[float]) -> None:
+    def __init__(self, hosts: set[str], late: list[float]) -> None:
         self.detector = FailureDetector(MOST)
-        self.detector.begin(range(len(hosts)), MOST)
+        self.detector.begin(hosts)
         self.now = 1000.0
-        self.silent: dict[int, float] = {}  # rank -> time at which it was declared lost
-        self.deaf = self.unheard = 0
-        self._hosts = hosts
-        self._due = [self.now + late[rank % len(late)] for rank in range(len(hosts))]
+        self.confirmed: dict[str, float] = {}
+        self.unconfirmed: dict[str, float] = {}
+        self._due = {}
+        for index, host in enumerate(sorted(hosts)):
+            self.detector.connected(host, host == HOME, self.now)
+            self._due[host] = self.now + late[index % len(late)]
         self._late = late
         self._beats = 0
 
@@ -97,129 +109,124 @@ class Network:
         """Let time pass; heartbeats of the hosts in `cut` are lost."""
         end = self.now + seconds
         while self.now < end:
-            for rank, host in enumerate(self._hosts):
-                if self._due[rank] <= self.now:
+            for host, due in self._due.items():
+                if due <= self.now:
                     self._beats += 1
-                    self._due[rank] += (
-                        BEAT_SECONDS - 0.075 + self._late[self._beats % len(self._late)]
-                    )
+                    late = self._late[self._beats % len(self._late)]
+                    self._due[host] += BEAT_SECONDS - 0.075 + late
                     if host not in cut:
-                        self.detector.beat(rank, host, self.now)
-            verdicts = self.detector.look(self.now)
-            self.deaf += verdicts.common_silence > 0
-            self.unheard += len(verdicts.lost_datagrams)
-            for silence in verdicts.silent:
-                self.silent.setdefault(silence.number, self.now)
-                self.detector.give_up(silence.number)
-            self.now += 0.05
+                        self.detector.heard(host, self.now, heartbeat=True)
+            for silence in self.detector.look(self.now):
+                found = self.confirmed if silence.confirmed else self.unconfirmed
+                found.setdefault(silence.host, self.now)
+                if silence.confirmed:
+                    self.detector.give_up(silence.host)
+            self.now += LOOK_SECONDS
 
 
+HOME = "home"
 OTHERS = ["a", "b", "c"]
-ON_OTHER_HOSTS = st.lists(st.sampled_from(OTHERS), min_size=1, max_size=6)
+ON_OTHER_HOSTS = st.sets(st.sampled_from(OTHERS), min_size=1)
 LATE = st.lists(st.floats(0, 0.15), min_size=5, max_size=9)
 OUTAGES = st.floats(0.1, 8)
-SEVERAL = ON_OTHER_HOSTS.filter(lambda hosts: len(set(hosts)) > 1)
+SEVERAL = st.sets(st.sampled_from(OTHERS), min_size=2)
 
 
 @given(ON_OTHER_HOSTS, OUTAGES, LATE)
-def test_no_rank_is_given_up_when_the_launcher_without_ranks_is_cut_off(
-    hosts: list[str], seconds: float, late: list[float]
+def test_no_witness_confirms_that_the_launcher_without_ranks_is_cut_off(
+    hosts: set[str], seconds: float, late: list[float]
 ) -> None:
     network = Network(hosts, late)
     network.run(5)
     network.run(seconds, cut=frozenset(hosts))
     network.run(5)
-    assert not network.silent
-    assert network.deaf or seconds < 3.5
+    assert not network.confirmed
+    assert not network.unconfirmed or seconds > MOST - 0.5
+    assert set(network.unconfirmed) == hosts or seconds < MOST + 0.5
 
 
-@given(SEVERAL, st.integers(1, 2), OUTAGES, LATE)
-def test_no_rank_is_given_up_when_all_other_hosts_fall_silent_at_once(
-    hosts: list[str], own: int, seconds: float, late: list[float]
+@given(SEVERAL, OUTAGES, LATE)
+def test_no_host_is_given_up_early_when_all_others_fall_silent_at_once(
+    hosts: set[str], seconds: float, late: list[float]
 ) -> None:
-    network = Network([*hosts, *[THIS_HOST] * own], late)
+    network = Network(hosts | {HOME}, late)
     network.run(5)
     network.run(seconds, cut=frozenset(hosts))
     network.run(5)
-    assert not network.silent
+    assert not network.confirmed
+    assert not network.unconfirmed or seconds > MOST - 0.5
 
 
-@given(SEVERAL, st.integers(0, 2), st.sampled_from(OTHERS), LATE)
+@given(SEVERAL, st.booleans(), st.sampled_from(OTHERS), LATE)
 def test_one_host_of_several_that_falls_silent_is_given_up_in_time(
-    hosts: list[str], own: int, dead: str, late: list[float]
+    hosts: set[str], own: bool, dead: str, late: list[float]
 ) -> None:
-    network = Network([*hosts, *[THIS_HOST] * own], late)
+    network = Network(hosts | ({HOME} if own else set()), late)
     network.run(5)
     cut_at = network.now
     network.run(5, cut=frozenset([dead]))
-    assert set(network.silent) == {rank for rank, host in enumerate(hosts) if host == dead}
-    assert all(at - cut_at <= 1.7 for at in network.silent.values())
+    assert set(network.confirmed) == {dead} & hosts and not network.unconfirmed
+    assert all(at - cut_at <= 1.7 for at in network.confirmed.values())
 
 
-@given(st.integers(1, 3), st.integers(1, 3), LATE)
-def test_only_other_host_is_given_up_in_time_when_it_falls_silent(
-    others: int, own: int, late: list[float]
-) -> None:
-    network = Network([*["a"] * others, *[THIS_HOST] * own], late)
+@given(LATE)
+def test_only_other_host_is_given_up_in_time_when_it_falls_silent(late: list[float]) -> None:
+    network = Network({"a", HOME}, late)
     network.run(5)
     cut_at = network.now
     network.run(5, cut=frozenset("a"))
-    assert set(network.silent) == set(range(others))
-    assert all(at - cut_at <= 1.7 for at in network.silent.values())
+    assert set(network.confirmed) == {"a"}
+    assert network.confirmed["a"] - cut_at <= 1.7
 
 
-def test_wait_without_a_witness_is_bounded() -> None:
-    network = Network(OTHERS, [0.0, 0.1])
-    network.run(5)
-    network.run(65, cut=frozenset(OTHERS))
-    assert set(network.silent) == set(range(len(OTHERS)))
-
-
-def test_newcomer_does_not_count_as_a_witness() -> None:
-    detector = FailureDetector(MOST)
-    detector.begin([0], MOST)
-    for tick in range(200):
-        now = 100 + tick * BEAT_SECONDS
-        detector.beat(1, "b", now)
-        if now < 105:
-            detector.beat(0, "a", now)
-        assert not detector.look(now).silent, "no rank could continue without rank 0"
-
-
-def test_common_silence_needs_no_per_rank_statistics() -> None:
-    """With a thousand ranks they would take longer than the interval between two checks."""
-    detector = FailureDetector(30.0)
-    detector.begin(range(3), 30.0)
+def test_host_without_ranks_is_no_witness() -> None:
+    detector = _beating(["a", "b"])
+    detector.begin(["a"])
     for beat in range(20):
-        for number in range(3):
-            detector.beat(number, f"host{number}", beat * BEAT_SECONDS)
-    with patch.object(TrackedProcess, "bound", side_effect=AssertionError):
-        verdicts = detector.look(8.0)
-    assert verdicts.common_silence > 3 and not verdicts.silent
+        now = 1004 + beat * BEAT_SECONDS
+        detector.heard("b", now, heartbeat=True)
+        early = [silence for silence in detector.look(now) if now < 1004 + MOST]
+        assert not early, "no rank could continue without those of a"
+
+
+def test_host_that_returns_at_once_raises_the_bound_of_all() -> None:
+    detector = _beating(["a", "b"])
+    for beat in range(1, 6):
+        detector.heard("b", 1004 + beat * BEAT_SECONDS, heartbeat=True)
+    (silence,) = detector.look(1005.25)
+    assert silence.confirmed and silence.bound == LEAST
+    detector.give_up("a")
+    detector.connected("a", local=False, now=1005.4)  # 1.4 s after its last message
+    for beat in range(1, 20):
+        for host in "ab":
+            detector.heard(host, 1005.4 + beat * BEAT_SECONDS, heartbeat=True)
+    for beat in range(20, 33):
+        detector.heard("b", 1005.4 + beat * BEAT_SECONDS, heartbeat=True)
+    assert not detector.look(1005.4 + 19 * BEAT_SECONDS + 2.5)
+    assert detector.look(1005.4 + 19 * BEAT_SECONDS + 2.9)
+
+
+def test_output_of_ranks_shows_that_their_host_responds() -> None:
+    detector = _beating(["a", "b"])
+    for tenth in range(50):  # heartbeats wait behind a flood of output
+        now = 1004 + tenth / 10
+        detector.heard("a", now, heartbeat=False)
+        detector.heard("b", now, heartbeat=True)
+        assert not detector.look(now)
+
+
+def test_common_silence_needs_no_per_host_statistics() -> None:
+    """With a thousand hosts they would take longer than the interval between two looks."""
+    detector = _beating(OTHERS)
+    with patch.object(TrackedHost, "bound", side_effect=AssertionError):
+        assert not detector.look(1006.9)
 
 
 def test_punctual_heartbeats_need_no_statistics() -> None:
-    """With a thousand ranks they would take more than a core: each has 512 delays."""
-    detector = FailureDetector(30.0)
-    detector.begin(range(3), 30.0)
-    for beat in range(20):
-        with patch.object(TrackedProcess, "phi", side_effect=AssertionError if beat > 1 else None):
-            for number in range(3):
-                detector.beat(number, "a", beat * BEAT_SECONDS)
+    """With a thousand hosts they would take more than a core: each has 512 delays."""
+    detector = _beating(["a"], until=1001.0)
+    with patch.object(TrackedHost, "phi", side_effect=AssertionError):
+        for beat in range(5, 30):
+            detector.heard("a", 1000 + beat * BEAT_SECONDS, heartbeat=True)
+            detector.look(1000 + beat * BEAT_SECONDS + 0.2)
     assert detector.longest == BEAT_SECONDS
-
-
-def test_rank_whose_heartbeats_are_unacknowledged_is_not_given_up() -> None:
-    detector = FailureDetector(MOST)
-    detector.begin([0, 1, 2], MOST)
-    for beat in range(100):
-        now = 100 + beat * BEAT_SECONDS
-        detector.beat(0, "a", now)
-        if beat < 40:
-            detector.beat(1, "b", now, acknowledged=beat < 30)
-            detector.beat(2, "c", now, acknowledged=not 20 < beat < 30)
-        verdicts = detector.look(now)
-        for silence in verdicts.silent:
-            detector.give_up(silence.number)
-            assert silence.number == 2, "acknowledgements do not reach rank 1"
-    assert detector._tracked[2].given_up and not detector._tracked[1].given_up

@@ -187,7 +187,7 @@ def test_question_for_gpus_before_init_does_not_fix_their_order(
     monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK")
     membership: Any = SimpleNamespace(
         served=lambda: True,
-        line=SimpleNamespace(listen=lambda on_over: None),
+        listen=lambda on_over: None,
         launcher="",
         hosts_changed=False,
     )

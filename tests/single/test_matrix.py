@@ -74,7 +74,8 @@ def test_parallel_tests_pass_only_if_the_launcher_ends_well(
         "**no**", ["test_fails - ValueError: no | such thing"]
     )  # fmt: skip
     assert matrix.parallel_cell(0, done.stdout) == ("2 passed", [])
-    assert matrix.parallel_cell(0, "[0]<stdout>:283 passed, 3 skipped in 8 s")[0] == "283 passed"
+    both = "[0]<stdout>:283 passed, 3 skipped in 8 s\n[1]<stdout>:283 passed\n27 passed in 2 s"
+    assert matrix.parallel_cell(0, both)[0] == "310 passed"
     assert matrix.parallel_cell(139, "145 passed in 3.0s\nsignal 11")[0] == "**no**"
 
 

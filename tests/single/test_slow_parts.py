@@ -25,7 +25,7 @@ from hvdtrain.runtime.init import initialize
 
 collectives._SAY_SECONDS = 1.0
 logging.basicConfig(level=logging.INFO)
-kept = KeptWatchdog(partial(watchdog.start, HEARTBEAT, 0.0, "", 0, None))
+kept = KeptWatchdog(partial(watchdog.start, HEARTBEAT, 0.0, "", 0))
 rank = initialize().rank
 
 def hang():

@@ -43,7 +43,7 @@ def hash_until(end):  # without the interpreter's lock
     while time.monotonic() < end:
         sha256(bytes(1 << 22))
 
-kept = KeptWatchdog(partial(watchdog.start, HEARTBEAT, HANG_SECONDS, "", 0, None))
+kept = KeptWatchdog(partial(watchdog.start, HEARTBEAT, HANG_SECONDS, "", 0))
 kept.write_to(Path(sys.argv[1]))
 """
 SPIN = "import time; end = time.monotonic() + 5\\nwhile time.monotonic() < end: pass"

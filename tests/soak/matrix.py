@@ -36,7 +36,7 @@ SMOKE = {
 }
 PARALLEL = {"ranks, Gloo": "test-gloo", "ranks, MPI": "test-mpi"}  # column -> target of make
 VERSIONS = ("Python", "torch", "MPI")
-COLUMNS = ("row", *VERSIONS, "build", *SMOKE, *PARALLEL, "date", "reasons of failures")
+COLUMNS = ("row", *VERSIONS, "build", *SMOKE, *PARALLEL, "date", "failures and skipped tests")
 _SHOW_VERSIONS = """
 import importlib.metadata, platform
 from hvdtrain.launch import mpi
@@ -173,19 +173,20 @@ def smoke_cells(report: str, output: str) -> tuple[dict[str, str], list[str]]:
         states[column].add("passed" if state is None else state.tag)
         if state is not None:
             said = f"{state.get('message') or ''}\n{state.text or ''}"
-            reasons.append(f"{case.get('name')}: {_reason(said)}")
+            what = "skipped: " if state.tag == "skipped" else ""
+            reasons.append(f"{case.get('name')}: {what}{_reason(said)}")
     cells = {}
     for column, found in states.items():
         failed = not found or found & {"failure", "error"}
-        cells[column] = "**no**" if failed else "skipped" if "skipped" in found else "yes"
+        cells[column] = "**no**" if failed else "yes" if "passed" in found else "skipped"
     return cells, reasons
 
 
 def parallel_cell(code: int, output: str) -> tuple[str, list[str]]:
     """Return the cell and the reasons of failures of tests/parallel, from rank 0's output."""
-    passed = re.findall(r"\b(\d+) passed", output)
+    passed = re.findall(r"^(?:\[0\]<stdout>:)?(?:\d+ \w+, )*(\d+) passed", output, re.MULTILINE)
     if code == 0 and passed:
-        return f"{passed[-1]} passed", []
+        return f"{sum(map(int, passed))} passed", []
     # horovodrun begins lines of other ranks with `[1]<stdout>:`.
     failed = re.findall(r"^(?:.*>:)?(?:FAILED|ERROR) \S*::(.*)$", output, re.MULTILINE)
     return "**no**", list(dict.fromkeys(failed))[:5] or [_reason(output)]

@@ -269,7 +269,7 @@ def _stop_the_readers(job: AgentChaosJob, choice: random.Random) -> str:
 _SAME = (
     *("kill a rank", "kill a rank with a helper process", "kill a second rank in the rendezvous"),
     *("kill two holders of one shard", "stop a rank", "kill a watchdog, then a rank"),
-    *("cut a link", "drop datagrams", "block the disk", "fill the disk"),
+    *("cut a link", "block the disk", "fill the disk"),
     *("take the disk away", "make the disk read-only", "kill a rank on a full disk"),
 )
 AGENT_FAULTS: dict[str, Fault] = {name: FAULTS[name] for name in _SAME} | {

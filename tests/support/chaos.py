@@ -343,18 +343,6 @@ def _cut(job: ChaosJob, host: str, seconds: float) -> str:
     return f"{host} for {seconds:.1f} s"
 
 
-def _drop_datagrams(job: ChaosJob, choice: random.Random) -> str:
-    """Drop all heartbeats of all ranks; connections stay intact."""
-    seconds = choice.uniform(2, 8)
-    hosts = [host for host in job.hosts if job.cluster.is_up(host)]
-    for host in hosts:
-        job.cluster.datagrams(host, leave=False)
-    time.sleep(seconds)
-    for host in hosts:
-        job.cluster.datagrams(host, leave=True)
-    return f"for {seconds:.1f} s"
-
-
 def _lose_the_host_list(job: ChaosJob, choice: random.Random) -> str:
     """Remove a host from the hostfile, empty it, or delete it, so that discovery fails."""
     kind, seconds = choice.choice(["lacks a host", "empty", "not there"]), choice.uniform(2, 12)
@@ -495,7 +483,6 @@ FAULTS = {
     "kill a watchdog, then a rank": Fault(_kill_a_watchdog),
     "cut a link": Fault(_cut_a_link, errors=True),
     "cut the launcher's link": Fault(_cut_the_launchers_link, harmless=True),
-    "drop datagrams": Fault(_drop_datagrams, harmless=True),
     "cut the power of a host": Fault(_cut_the_power, errors=True),
     "block the disk": Fault(_block_the_disk),
     "fill the disk": Fault(_fill_the_disk),

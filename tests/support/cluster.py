@@ -240,9 +240,18 @@ class Cluster:
         # setsid: inside the namespace, a session led from outside would have the number 0.
         prefix = [*self._enter(host), "setsid", "--wait", "env", f"--chdir={cwd}"]
         output = self._directory.path / f"job{len(self._jobs)}"
+        argv = [self._shared_copy(word) for word in argv]
         job = Job(prefix, argv, ENVIRONMENT | dict(env or {}), output)
         self._jobs.append(job)
         return job
+
+    def _shared_copy(self, word: str) -> str:
+        """Return a path that hosts see in place of one in the memory of this process."""
+        if not word.startswith(f"/proc/{os.getpid()}/fd/"):
+            return word
+        copy = self.shared / word.replace("/", "_")
+        copy.write_bytes(Path(word).read_bytes())
+        return str(copy)
 
     @property
     def python(self) -> str:
@@ -303,10 +312,6 @@ class Cluster:
     def path_mtu(self, host: str, size: int) -> None:
         """Set the largest packet that reaches a host: larger ones are lost without notification."""
         self._switch("ip", "link", "set", self._port(host), "mtu", str(size))
-
-    def datagrams(self, host: str, leave: bool) -> None:
-        """Block UDP from a host to other hosts, as a firewall would, or allow it again."""
-        self._firewall(host, leave, "ipproto", "udp")
 
     def connections(self, host: str, to: str, port: int, leave: bool) -> None:
         """Block a host's connections to a TCP port of another host, or allow them again."""

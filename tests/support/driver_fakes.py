@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
@@ -28,7 +28,6 @@ from hvdtrain.elastic.decisions import (
     start_processes,
 )
 from hvdtrain.elastic.driver import ElasticDriver
-from hvdtrain.elastic.failure_detector import Silence
 from hvdtrain.elastic.processes import Slots, TrainingProcess
 from hvdtrain.elastic.status import ProcessStatus
 
@@ -57,33 +56,6 @@ class Rendezvous:
         pass
 
     def stop(self) -> None:
-        pass
-
-
-class _Heartbeats:
-    """Replacement of HeartbeatReceiver: nothing is sent or received.
-
-    Attributes:
-        over: generations that were announced to be over, and to whom.
-    """
-
-    def __init__(self, secret: bytes) -> None:
-        self.over: list[tuple[int, list[int]]] = []
-        self.detector = SimpleNamespace(longest=0.0, phi=0.0)
-
-    def listen(self, listener: object, port: int) -> None:
-        pass
-
-    def announce_over(self, numbers: Iterable[int], generation: int) -> None:
-        self.over.append((generation, list(numbers)))
-
-    def begin(self, ranks: Iterable[int]) -> None:
-        pass
-
-    def answered(self, number: int) -> None:
-        pass
-
-    def drop(self, number: int) -> None:
         pass
 
 
@@ -250,8 +222,13 @@ class DecidedJob:
 class SteppedDriver:
     """A real driver without threads, network or real time: the caller makes each thing happen.
 
-    Attributes: as DecidedJob.
+    It is the driver's hub, too.
+
+    Attributes: as DecidedJob, and over_generations: those that were announced to be over.
     """
+
+    on_silence: Callable[[Sequence[int], str], None]
+    detector = SimpleNamespace(longest=0.0, phi=0.0)
 
     def __init__(
         self, hosts: dict[str, int], np: int, min_np: int, max_np: int, timeout: int
@@ -261,6 +238,7 @@ class SteppedDriver:
         self.found = dict(hosts)
         self.formed: list[Formed] = []
         self.rendezvous = Rendezvous()
+        self.over_generations: list[int] = []
         self._seen = 0  # generations of the rendezvous that were recorded
         self._discovery_fails = False
         self._exits: dict[int, Callable[[int], None]] = {}
@@ -276,7 +254,6 @@ class SteppedDriver:
         for name, fake in (
             ("time", clock),
             ("threading", threads),
-            ("HeartbeatReceiver", _Heartbeats),
             ("say", self.messages.append),
         ):
             self._patches.enter_context(patch.object(driver_module, name, fake))
@@ -304,6 +281,12 @@ class SteppedDriver:
 
     def end_all(self) -> None:
         pass  # `over` shows it
+
+    def begin(self, hosts: Iterable[str]) -> None:
+        pass
+
+    def end_generation(self, generation: int) -> None:
+        self.over_generations.append(generation)
 
     @property
     def over(self) -> bool:
@@ -354,6 +337,8 @@ class SteppedDriver:
         self._record_generations()
 
     def fall_silent(self, number: int) -> bool:
-        given_up = self.driver.on_silence(Silence(number, seconds=2.0, bound=1.0, phi=9.0))
+        process = self.state.processes[number]
+        able = process.state in ("running", "waiting") and not self.state.ending
+        self.on_silence([number], "no message for 2.00 s")
         self._record_generations()
-        return given_up
+        return able

@@ -200,15 +200,13 @@ class ElasticJob(TrainingJob):
         """Send SIGKILL to the processes that the launcher started as these numbers, at once."""
         self.cluster.kill([self.process(number) for number in numbers])
 
-    def stop(self, number: int) -> None:
-        """Stop a process permanently with SIGSTOP."""
-        os.kill(self.process(number).pid, signal.SIGSTOP)
-
-    def stop_watchdog(self, number: int) -> None:
-        """Stop the watchdog of a process permanently; the process itself is not affected."""
-        for child in psutil.Process(self.process(number).pid).children():
+    def stop(self, number: int, watchdog: bool = False) -> None:
+        """Stop a process, and its watchdog if `watchdog`, permanently with SIGSTOP."""
+        process = psutil.Process(self.process(number).pid)
+        for child in process.children() if watchdog else ():
             if "hvdtrain.elastic.watchdog" in child.cmdline():
                 child.suspend()
+        process.suspend()
 
     def kill_processes_of(self, host: str) -> None:
         """Kill all processes of the job on a host: ranks, watchdogs, guards, ssh sessions."""

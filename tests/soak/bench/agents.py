@@ -2,7 +2,7 @@
 
 The driver is a real one in a process of its own. Agents and ranks are coroutines of this process:
 an agent is a client of agent/protocol.py with 8 ranks, and a rank sends the requests of a rank at
-the start of a generation (see rendezvous.py) and its heartbeats. They start no processes.
+the start of a generation (see rendezvous.py). They start no processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,8 +30,6 @@ from hvdtrain.agent import driver_file, protocol
 from hvdtrain.agent.agent import _RETRY_SECONDS
 from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.bench.report import BenchMetric, Report
-from hvdtrain.elastic.failure_detector import BEAT_SECONDS
-from hvdtrain.elastic.heartbeats import Kind, Message, encode
 from hvdtrain.elastic.status import Identity, ProcessStatus
 from hvdtrain.errors import UserError
 from hvdtrain.run_files import owner_token
@@ -41,8 +38,6 @@ from tests.soak.bench.rendezvous import NONCE_BYTES, ROW_BYTES, SLOTS
 
 _LIMIT_SECONDS = 300.0
 _IDLE_SECONDS = 5.0
-_AGENT_BEAT_SECONDS = 0.25
-_SLICES = 50  # of the ranks' heartbeats, which do not come all at once
 _OK = 200
 
 
@@ -104,8 +99,6 @@ class _Fleet:
         self._running: dict[str, dict[str, int]] = {host: {} for host in self._hosts}
         self._channels: dict[str, protocol.Channel] = {}
         self._content: DriverFile | None = None
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
         self._begin = [asyncio.Event() for _ in range(generations + 2)]
         self._ended: list[list[float]] = [[] for _ in self._begin]
         self._tasks: set[asyncio.Task[None]] = set()
@@ -172,9 +165,8 @@ class _Fleet:
     # Agents.
 
     async def _run_agents(self) -> None:
-        asyncio.get_running_loop().add_reader(self._socket, self._drain)
         agents = [self._agent(host) for host in self._hosts]
-        await asyncio.gather(self._follow(), self._beat_ranks(), *agents)
+        await asyncio.gather(self._follow(), *agents)
 
     async def _follow(self) -> None:
         while True:
@@ -258,24 +250,6 @@ class _Fleet:
             return 0, b""
         return int(first.split(None, 2)[1]), answer
 
-    async def _beat_ranks(self) -> None:
-        count = 0
-        while True:
-            await asyncio.sleep(BEAT_SECONDS / _SLICES)
-            content, count = self._content, count + 1
-            if content is None or not content.rendezvous:
-                continue
-            key = protocol.rendezvous_secret(content.key).encode()
-            for number in range(count % _SLICES, self._ranks, _SLICES):
-                message = Message(Kind.BEAT, number, time.monotonic_ns(), 1)
-                with suppress(OSError):
-                    self._socket.sendto(encode(message, key), ("127.0.0.1", content.rendezvous))
-
-    def _drain(self) -> None:
-        with suppress(OSError):
-            while True:
-                self._socket.recv(256)
-
 
 def _row(size: int) -> bytes:
     """Addresses of a rank as Horovod sends them: a sequence number for each pair, one address."""
@@ -288,7 +262,7 @@ def _row(size: int) -> bytes:
 
 async def _beat(channel: protocol.Channel) -> None:
     while True:
-        await asyncio.sleep(_AGENT_BEAT_SECONDS)
+        await asyncio.sleep(protocol.BEAT_SECONDS)
         channel.send({"type": "beat"})
 
 

@@ -654,14 +654,14 @@ class Agent:
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
         )
         pid, user, _ = _CREDENTIALS.unpack(credentials)
-        with suppress(OSError):
-            role = await reader.read(1) if user == os.getuid() else b""
-            if role == protocol.RANK:
-                self._listeners.add(writer)
-                self._send_over(writer)
-            elif role == protocol.WATCHDOG:
-                self._watchdogs.add(pid)
-            await reader.read(1)
+        if user == os.getuid():
+            with suppress(OSError):
+                if await reader.read(1) == protocol.RANK:
+                    self._listeners.add(writer)
+                    self._send_over(writer)
+                else:
+                    self._watchdogs.add(pid)
+                await reader.read(1)
         self._listeners.discard(writer)
         self._watchdogs.discard(pid)
         writer.close()

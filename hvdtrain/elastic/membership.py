@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -121,6 +122,8 @@ class Membership:
             LostError: the launcher did not respond for 20 s; under `hvdtrain launch` without hosts,
                 whose driver can be replaced, for elastic.driver_timeout.
         """
+        with self._entering:
+            self._entered = None
         limit = self._driver.timeout or _LOST_SECONDS
         self._driver.follow()  # before a request waits for a host that is gone
         responded_at = time.monotonic()
@@ -163,31 +166,29 @@ class Membership:
         threading.Thread(target=self._listen_to_agent, args=(on_over,), daemon=True).start()
 
     def _listen_to_agent(self, on_over: Callable[[], None]) -> None:
-        over = -1
         try:
-            agent = connect_to_agent(RANK)
+            with connect_to_agent(RANK) as agent:
+                self._wait_for_ends(agent, on_over)
         except OSError as error:
             logger.warning(
                 "this host's agent is not reached (%s): this rank notices the loss of another "
                 "host only after elastic.timeout_seconds",
-                error.strerror,
+                error.strerror or error,
             )
-            return
-        with agent:
-            while True:
-                with self._entering:
-                    if ended := self._entered is not None and over >= self._entered:
-                        on_over()
-                    waits = self._entered is not None and not ended
-                agent.settimeout(None if waits else _ABORT_SECONDS)
-                try:
-                    lines = agent.recv(4096).split()
-                except TimeoutError:
-                    continue
-                except OSError:
-                    return
+
+    def _wait_for_ends(self, agent: socket.socket, on_over: Callable[[], None]) -> None:
+        over = -1
+        while True:
+            with self._entering:
+                ended = self._entered is not None and over >= self._entered
+                waits = self._entered is not None and not ended
+                if ended:
+                    on_over()
+            agent.settimeout(None if waits else _ABORT_SECONDS)
+            with suppress(TimeoutError):
+                lines = agent.recv(4096).split()
                 if not lines:
-                    return
+                    raise ConnectionResetError("it has closed the connection")
                 over = int(lines[-1])
 
     def report(self, message: str, step: int | None) -> None:

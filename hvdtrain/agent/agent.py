@@ -60,6 +60,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain.agent import driver_file, guard, protocol
+from hvdtrain.agent.connections import raise_file_limit
 from hvdtrain.agent.driver_file import DriverFile
 from hvdtrain.agent.protocol import Channel, Message
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
@@ -232,6 +233,7 @@ class Agent:
         self._distrusts = False  # the driver's file, which another user may have changed
         self._successor: int | None = None  # pid of a driver that this agent started
         self._over: int | None = None  # last generation that is over
+        self._files_of_ranks = raise_file_limit()  # an agent needs five for each rank
         self._listeners: set[asyncio.StreamWriter] = set()  # to ranks
         self._watchdogs: set[int] = set()  # pids
         self._code: asyncio.Future[int]
@@ -326,6 +328,9 @@ class Agent:
 
     async def _reach(self, driver: DriverFile) -> Channel | None:
         """Return a connection to this driver that has accepted this agent, or None."""
+        if driver.key != self._secret:  # of another job, whose processes have the same numbers
+            self._over = None
+            self._ended.clear()
         for address in driver.addresses:
             with suppress(OSError):
                 channel = await self._connect(driver, address)
@@ -415,6 +420,7 @@ class Agent:
                 case "start":
                     self._start(message, [str(word) for word in [*words, *message["command"]]])
                     words = []
+                    await asyncio.sleep(0)  # hundreds of starts must not delay heartbeats
                 case "end":
                     self._end(int(message["number"]))
                 case "over":
@@ -637,7 +643,10 @@ class Agent:
         environment["HOROVOD_RENDEZVOUS_SECRET"] = protocol.rendezvous_secret(self._secret)
         environment[protocol.AGENT_VARIABLE] = self._socket_name
         try:
-            started = guard.start(guard.Program(command, environment, str(message["directory"])))
+            program = guard.Program(
+                command, environment, str(message["directory"]), self._files_of_ranks
+            )
+            started = guard.start(program)
         except OSError as error:
             _say(f"rank {number} cannot be started: {error.strerror}")
             self._report_exit(number, EXIT_CRASH)
@@ -655,7 +664,7 @@ class Agent:
         )
         pid, user, _ = _CREDENTIALS.unpack(credentials)
         if user == os.getuid():
-            with suppress(OSError):
+            with suppress(OSError, asyncio.CancelledError):
                 if await reader.read(1) == protocol.RANK:
                     self._listeners.add(writer)
                     self._send_over(writer)

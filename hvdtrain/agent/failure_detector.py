@@ -10,18 +10,14 @@ late:
 Delays under load have a longer tail than a normal distribution. The bound is therefore at least
 twice the longest delay of that host, and always lies between a minimum and a maximum.
 
-Silence is evidence against a host only while another host sends messages. If all hosts fall silent
-at once, the likely cause is the listener's own link. FailureDetector therefore measures silence on
-a clock that stops while no witness sends a message.
-
 The detector only classifies; the hub gives a silent host up.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from math import erfc, log10, sqrt
+from collections.abc import Set
+from math import sqrt
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
@@ -44,7 +40,6 @@ class Silence(NamedTuple):
     Args:
         seconds: length of the silence.
         bound: silence in seconds beyond which the host counts as gone.
-        phi: see the top of this file.
         confirmed: a witness has sent messages for longer than `bound` meanwhile. If not, the
             silence has only lasted longer than any bound.
     """
@@ -52,7 +47,6 @@ class Silence(NamedTuple):
     host: str
     seconds: float
     bound: float
-    phi: float
     confirmed: bool
 
 
@@ -91,53 +85,41 @@ class TrackedHost:
         """
         if len(self._delays) < _ENOUGH:
             return most
-        mean, deviation = self._normal()
-        likely = max(mean + _DEVIATIONS * deviation, _TAIL * max(self._delays))
-        return min(most, max(least, likely))
-
-    def phi(self, now: float) -> float:
-        """Return phi, see the top of this file; 0 before the second heartbeat."""
-        if not self._delays:
-            return 0.0
-        mean, deviation = self._normal()
-        later = erfc((self.silence(now) - mean) / deviation / sqrt(2)) / 2
-        return -log10(max(later, 1e-300))
-
-    def _normal(self) -> tuple[float, float]:
         mean = fmean(self._delays)
         variance = fmean((delay - mean) ** 2 for delay in self._delays)
-        return mean, max(_LEAST_DEVIATION, sqrt(variance))
+        deviation = max(_LEAST_DEVIATION, sqrt(variance))
+        likely = max(mean + _DEVIATIONS * deviation, _TAIL * max(self._delays))
+        return min(most, max(least, likely))
 
 
 class FailureDetector:
     """Decide from messages which hosts are gone. Pure: the caller passes the time.
 
-    Witnesses are the hosts of ranks of the current generation, because these ranks continue without
-    a host that is given up. If ranks run on two or more other hosts, only other hosts are witnesses
-    for each other: a link that fails at this host silences all of them at once, but not this host.
-    If ranks run on a single other host, any failed link cuts it off from the ranks of this host, so
-    this host is a witness, too.
+    Silence is evidence against a host only while a witness sends messages. If all hosts fall silent
+    at once, the likely cause is the listener's own link. Silence is therefore measured on a clock
+    that stops while no witness sends a message.
+
+    If there are witnesses on two or more other hosts, only other hosts are witnesses for each
+    other: a link that fails at this host silences all of them at once, but not this host. If there
+    is only one, any failed link cuts it off from this host, so this host is a witness, too.
 
     Args:
         most: the longest bound, in seconds.
 
     Attributes:
-        longest, phi: the longest heartbeat delay that raised no alarm, in seconds, and its phi.
+        witnesses: hosts that can continue the run without a host that is given up.
+        longest: the longest heartbeat delay that raised no alarm, in seconds.
     """
 
     def __init__(self, most: float) -> None:
         self._hosts: dict[str, TrackedHost] = {}
-        self._with_ranks: frozenset[str] = frozenset()
+        self.witnesses: Set[str] = frozenset()
         # Last message of a witness. Key: False = of any host, True = of another host.
         self._witnessed: dict[bool, float] = {}
-        self._several = False  # ranks run on two or more other hosts
+        self._several = False  # witnesses on two or more other hosts
         self._given_up: dict[str, float] = {}  # host -> time of its last message
         self._least, self._most = _LEAST_SECONDS, most
-        self.longest, self.phi = 0.0, 0.0
-
-    def begin(self, hosts: Iterable[str]) -> None:
-        """Begin a generation with ranks on these hosts."""
-        self._with_ranks = frozenset(hosts)
+        self.longest = 0.0
 
     def connected(self, host: str, local: bool, now: float) -> None:
         """Begin to judge a host; `local`: it is this host."""
@@ -159,11 +141,10 @@ class FailureDetector:
         tracked = self._hosts.get(host)
         if tracked is None:
             return
-        if host in self._with_ranks:
+        if host in self.witnesses:
             self._witness(tracked, now)
         if heartbeat:
-            if tracked.silence(now) > self.longest:
-                self.longest, self.phi = tracked.silence(now), tracked.phi(now)
+            self.longest = max(self.longest, tracked.silence(now))
             tracked.record(now)
         else:
             tracked.last = now
@@ -180,8 +161,8 @@ class FailureDetector:
 
     def look(self, now: float) -> list[Silence]:
         """Return the hosts that have been silent for too long."""
-        with_ranks = [one for host, one in self._hosts.items() if host in self._with_ranks]
-        self._several = sum(not one.local for one in with_ranks) > 1
+        elsewhere = [h for h, one in self._hosts.items() if h in self.witnesses and not one.local]
+        self._several = len(elsewhere) > 1
         silences = []
         for host, tracked in self._hosts.items():
             seconds = tracked.silence(now)
@@ -194,8 +175,7 @@ class FailureDetector:
                 continue
             bound = tracked.bound(self._least, self._most)
             if confirmed > bound or seconds > self._most:
-                phi = tracked.phi(now)
-                silences.append(Silence(host, seconds, bound, phi, confirmed > bound))
+                silences.append(Silence(host, seconds, bound, confirmed > bound))
         return silences
 
     def _witness(self, witness: TrackedHost, now: float) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import select
 import signal
 import socket
@@ -38,11 +39,12 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
 
 
 class Program(NamedTuple):
-    """What a rank runs."""
+    """What a rank runs; `files`: its limits of open files, as of setrlimit."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
     directory: str
+    files: tuple[int, int]
 
 
 class Started(NamedTuple):
@@ -148,6 +150,7 @@ def _start_rank(stdout: int, stderr: int, program: Program) -> int:
     try:
         os.setsid()
         end_with(guard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, program.files)
         signal.set_wakeup_fd(-1)
         # Ignored signals stay ignored in the program; Python ignores the last two.
         for number in (signal.SIGCHLD, *ASKING, signal.SIGPIPE, signal.SIGXFSZ):

@@ -26,7 +26,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -280,9 +280,9 @@ class Hub(ServerThread):
         """End all processes."""
         self._call(self._end, None)
 
-    def begin(self, hosts: Iterable[str]) -> None:
-        """Begin a generation with ranks on these hosts."""
-        self._call(self.detector.begin, tuple(hosts))
+    def set_witnesses(self, hosts: Set[str]) -> None:
+        """Set the hosts that can continue the run without other hosts."""
+        self._call(setattr, self.detector, "witnesses", hosts)
 
     def end_generation(self, generation: int) -> None:
         """Notify all ranks that a generation is over."""
@@ -335,7 +335,7 @@ class Hub(ServerThread):
     def _give_up_silent(self, silence: Silence, now: float) -> None:
         agent, why = self._agents[silence.host], f"no message for {silence.seconds:.2f} s"
         if silence.confirmed:
-            why += f", bound {silence.bound:.2f} s, phi {silence.phi:.0f}"
+            why += f", bound {silence.bound:.2f} s"
         elif self._all_ranks_silent(now):
             if self._start_agent is not None:  # the end of the agent (of ssh) decides
                 if not self._alone:
@@ -466,7 +466,7 @@ class Hub(ServerThread):
             message = await channel.receive()
             heartbeat = message.get("type") == "beat"
             self.detector.heard(agent.registration.host, time.monotonic(), heartbeat)
-            if self._alone:
+            if self._alone and agent.processes:
                 self._alone = False
                 self._say("hosts respond again")
             try:

@@ -271,9 +271,12 @@ def connect_to_agent(role: bytes) -> socket.socket:
     Raises:
         OSError: no agent is reached.
     """
+    name = os.environ.get(AGENT_VARIABLE)
+    if not name:
+        raise OSError(f"{AGENT_VARIABLE} is not set")
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        agent.connect(f"\0{os.environ.get(AGENT_VARIABLE)}")
+        agent.connect(f"\0{name}")
         agent.sendall(role)
     except OSError:
         agent.close()

@@ -144,6 +144,7 @@ class ElasticDriver:
         self._most_ranks = 0  # most ranks that have run at once so far
         self._signals: dict[str, float] = {}  # receiver -> time of its first signal
         self._silent: list[str] = []  # processes whose silence ended the last generation
+        self._witnesses: frozenset[str] = frozenset()
         run = os.environ.get(LAUNCH_VARIABLE)
         self._records = HostRecords(Path(run), say) if run else None
         self._exit_code = EXIT_CRASH
@@ -285,6 +286,7 @@ class ElasticDriver:
     def _act(self) -> None:
         """Perform the actions that are due."""
         try:
+            self._set_witnesses()
             if not self.may_act():
                 return
             self._record_incidents()
@@ -300,6 +302,14 @@ class ElasticDriver:
             say(f"error in the elastic driver:\n{traceback.format_exc()}")
             self._kill(EXIT_CRASH)
             self._finish(self._state.exit_code)
+
+    def _set_witnesses(self) -> None:
+        """Notify the hub of the hosts whose processes can continue the run without other hosts."""
+        alive = self._state.alive("waiting", "running")
+        hosts = frozenset(p.host for p in alive if p.first_generation is not None)
+        if hosts != self._witnesses:
+            self._witnesses = hosts
+            self._agents.set_witnesses(hosts)
 
     def _record(self, actions: Sequence[Action]) -> None:
         """Record processes that are about to be started."""
@@ -379,7 +389,6 @@ class ElasticDriver:
 
     def _set_plan(self, plan: Sequence[SlotInfo], generation: int) -> None:
         self._hosts = [slot.hostname for slot in plan]
-        self._agents.begin(self._hosts)
         self._rendezvous.init([*plan], generation)
 
     def _answer(self, answers: Mapping[int, dict[str, Any]]) -> None:
@@ -520,9 +529,9 @@ class ElasticDriver:
     # --- called by the hub ---------------------------------------------------
 
     def _on_silence(self, numbers: Sequence[int], why: str) -> None:
-        """Declare the processes of a silent host lost; the others continue at once.
+        """Declare the processes of a silent host lost; the hub then reports their ends.
 
-        They are ended as soon as the host responds again, because their state is unknown.
+        It ends them as soon as the host responds again, because their state is unknown.
         """
         with self._changed:
             for process in map(self._state.process, numbers):
@@ -530,7 +539,6 @@ class ElasticDriver:
                 if process is not None and able and not self._state.ending:
                     self._silent.append(f"{process} fell silent: {why}")
                     self._state.given_up(process, why, time.monotonic(), must_end=True)
-            self._act()
 
     # --- end of the job ------------------------------------------------------
 
@@ -548,7 +556,6 @@ class ElasticDriver:
     def _finish(self, code: int) -> None:
         """Report the exit code; the job is over."""
         if self._verbose:
-            longest, phi = self._agents.detector.longest, self._agents.detector.phi
-            say(f"heartbeats: the longest delay was {longest:.2f} s (phi {phi:.0f})")
+            say(f"heartbeats: the longest delay was {self._agents.detector.longest:.2f} s")
         self._exit_code = code if code >= 0 else 128 - code
         self._finished.set()

@@ -226,7 +226,8 @@ class ScriptRank:
 
     def _abort(self) -> None:
         """Fail the collectives of a generation that is over; runs in another thread."""
-        HEARTBEAT.beat(Activity.LOADING)
+        if HEARTBEAT.read()[1] != Activity.LOADING:  # this is repeated; a hung script has no beats
+            HEARTBEAT.beat(Activity.LOADING)
         if self._basics is not None:
             self._basics.abort()
 

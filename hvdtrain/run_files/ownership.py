@@ -216,6 +216,14 @@ class Ownership:
                     return False
         return not self._released
 
+    def wait_for_renewal(self) -> None:
+        """Wait until a check that begins now finds that this process owns the run."""
+        since = now()
+        with self._looked:
+            while self._thread is not None and not self._released and self._looked_at < since:
+                self._wake.set()
+                self._looked.wait(_LOOK_SECONDS)
+
     def confirm(self, seconds: float) -> None:
         """Check that this process may write, and that the path names the run's directory now.
 

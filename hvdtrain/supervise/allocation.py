@@ -403,7 +403,8 @@ class AllocationDriver:
     def _record(self, job: JobRecord | None) -> None:
         """Write what another driver needs, which otherwise cannot replace this one.
 
-        Returns only while the lease is valid, however long the disk takes.
+        Returns only while the lease is valid, however long the disk takes. While the token cannot
+        be renewed either, nothing may change: the record stays valid for another driver.
 
         Args:
             job: None: no process has been started.
@@ -416,7 +417,11 @@ class AllocationDriver:
             "job": None if job is None else asdict(job),
         }
         try:
-            driver_file.write_state(self._plan.run, state)
+            try:
+                driver_file.write_state(self._plan.run, state)
+            except OSError:
+                self._lease.wait_for_renewal()
+                driver_file.write_state(self._plan.run, state)
         except OSError as error:
             if self._unrecorded is None:
                 _say(f"{self._plan.run / driver_file.STATE_NAME} cannot be written "

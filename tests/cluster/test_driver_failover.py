@@ -52,13 +52,16 @@ class AgentJob(DisturbedRun):
         cluster: Cluster,
         hosts: Sequence[str] = tuple(reversed(HOSTS)),
         disk: HangingDisk | None = None,
+        options: Sequence[str] = (),
     ) -> None:
         """Start a run.
 
         Args:
             hosts: whose tasks start now, the first one first.
             disk: holds the run directory.
+            options: more options of the run.
         """
+        self._options = options
         self.cluster = cluster
         self.root = cluster.shared / "runs" if disk is None else disk.path
         self.root.mkdir(exist_ok=disk is not None)
@@ -72,7 +75,7 @@ class AgentJob(DisturbedRun):
     def _launch(self, host: str, number: int) -> Job:
         task = {"PMI_RANK": str(number), "PMI_SIZE": str(len(HOSTS)), "MPI_LOCALRANKID": "0"}
         argv = [*CLI, "launch", "--slots", "1", "--max-np", "2", "--", *TRAIN]
-        argv += ["--run.root", str(self.root), "--run.id", "case"]
+        argv += ["--run.root", str(self.root), "--run.id", "case", *self._options]
         return self.cluster.start(host, argv, self.env | task)
 
     def start_agent(self, host: str) -> None:
@@ -158,10 +161,12 @@ def _check(reason: str | None) -> None:
         pytest.skip(reason)
 
 
-def _start(hosts: Sequence[str] = tuple(reversed(HOSTS))) -> Iterator[AgentJob]:
+def _start(
+    hosts: Sequence[str] = tuple(reversed(HOSTS)), options: Sequence[str] = ()
+) -> Iterator[AgentJob]:
     _check(namespaces.why_not())
     with Cluster(HOSTS, sshd=False) as cluster:
-        yield AgentJob(cluster, hosts)
+        yield AgentJob(cluster, hosts, options=options)
 
 
 @pytest.fixture(scope="module")
@@ -320,6 +325,24 @@ def test_run_starts_although_the_drivers_host_dies_as_ranks_start(
     own_job.wait_for_world(2)
     assert own_job.lines()[0]["step"] == 1
     assert "is given up" not in own_job.output()
+
+
+@pytest.fixture
+def patient_job() -> Iterator[AgentJob]:
+    """A job whose ranks wait for a driver for longer than a driver waits for the directory."""
+    yield from _start(options=["--elastic.driver_timeout", "60"])
+
+
+def test_rank_may_die_while_the_run_directory_is_read_only(patient_job: AgentJob) -> None:
+    """What the driver does then could not be recorded for another driver."""
+    patient_job.wait_for_world(2)
+    before, began, old = patient_job.token(), time.time(), patient_job.driver()
+    with patient_job.read_only():
+        patient_job.cluster.kill(patient_job.cluster.ranks()[-1:])
+        poll(lambda: old not in patient_job.cluster.processes(old.host), 30, "the driver's end")
+    patient_job.wait_for_another_driver(before)
+    patient_job.wait_for_world(2, began)
+    assert "repeats" not in patient_job.output()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -235,6 +236,19 @@ def test_ranks_are_notified_of_generations_that_are_over(fleet: Fleet) -> None:
     fleet.wait_for_output(2, "over 4")
 
 
+def test_rank_has_the_limit_of_open_files_that_its_agent_had_at_first(fleet: Fleet) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
+    try:
+        fleet.agent("a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert fleet.pid("a", "hvdtrain-agent").rlimit(psutil.RLIMIT_NOFILE)[0] > 500
+    fleet.start(0, "ulimit -Sn")
+    assert fleet.wait_for_exit(0) == 0
+    assert fleet.output[0, "stdout"] == "500\n"
+
+
 _WATCHES = """exec python -uc "
 import os
 from hvdtrain.agent.protocol import WATCHDOG, connect_to_agent
@@ -261,7 +275,7 @@ def test_silent_host_is_given_up_early_if_another_one_confirms_it(fleet: Fleet) 
     for number, host in enumerate("aab"):
         fleet.start(number, "echo ready; exec sleep 600", host=host)
         fleet.wait_for_output(number, "ready")
-    fleet.hub.begin("ab")
+    fleet.hub.set_witnesses(set("ab"))
     time.sleep(3)
     assert not silences
     agent = fleet.pid("a", "hvdtrain-agent")

@@ -6,7 +6,7 @@ import functools
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -115,7 +115,7 @@ class Job:
         for end in self.ends.values():
             end.set()
 
-    def begin(self, hosts: Sequence[str]) -> None:
+    def set_witnesses(self, hosts: Set[str]) -> None:
         pass
 
     def end_generation(self, generation: int) -> None:
@@ -455,6 +455,38 @@ def test_driver_notifies_the_other_ranks_of_a_lost_one_at_once() -> None:
         assert job.over_generations == [0] and job.rendezvous.generations == [0, -1]
         job.fall_silent(2)
         assert job.over_generations == [0, 0] and job.ended == {2}
+    finally:
+        job.close()
+
+
+def test_only_hosts_that_can_continue_alone_are_witnesses_of_silence() -> None:
+    job = SteppedDriver({"a": 1, "b": 1, "c": 1}, np=2, min_np=2, max_np=3, timeout=600)
+    try:
+        for _ in range(2):
+            for number in (0, 1):
+                job.join(number, ProcessStatus(IDENTITY))
+            job.consider(0.0)
+        job.consider(0.0)
+        assert job.witnesses == {"a", "b"}
+        job.exit(1, 137)
+        job.consider(0.0)
+        assert job.witnesses == {"a"}, "b has no state of the run"
+    finally:
+        job.close()
+
+
+def test_driver_does_not_act_on_a_silence_before_the_hub_has_given_the_host_up() -> None:
+    """`hvdtrain launch` steps down if only hosts that are given up have the state of the run."""
+    job = SteppedDriver({"a": 1, "b": 1}, np=2, min_np=1, max_np=2, timeout=600)
+    try:
+        for _ in range(2):
+            for number in (0, 1):
+                job.join(number, ProcessStatus(IDENTITY))
+            job.consider(0.0)
+        job.on_silence([1], "no message for 3.10 s")
+        assert job.over_generations == []
+        job.exit(1, 137)
+        assert job.over_generations == [0]
     finally:
         job.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
@@ -228,7 +228,7 @@ class SteppedDriver:
     """
 
     on_silence: Callable[[Sequence[int], str], None]
-    detector = SimpleNamespace(longest=0.0, phi=0.0)
+    detector = SimpleNamespace(longest=0.0)
 
     def __init__(
         self, hosts: dict[str, int], np: int, min_np: int, max_np: int, timeout: int
@@ -239,6 +239,7 @@ class SteppedDriver:
         self.formed: list[Formed] = []
         self.rendezvous = Rendezvous()
         self.over_generations: list[int] = []
+        self.witnesses: Set[str] = set()
         self._seen = 0  # generations of the rendezvous that were recorded
         self._discovery_fails = False
         self._exits: dict[int, Callable[[int], None]] = {}
@@ -282,8 +283,8 @@ class SteppedDriver:
     def end_all(self) -> None:
         pass  # `over` shows it
 
-    def begin(self, hosts: Iterable[str]) -> None:
-        pass
+    def set_witnesses(self, hosts: Set[str]) -> None:
+        self.witnesses = hosts
 
     def end_generation(self, generation: int) -> None:
         self.over_generations.append(generation)
@@ -340,5 +341,5 @@ class SteppedDriver:
         process = self.state.processes[number]
         able = process.state in ("running", "waiting") and not self.state.ending
         self.on_silence([number], "no message for 2.00 s")
-        self._record_generations()
+        self.consider(0.0)
         return able

@@ -47,6 +47,7 @@ _STARTED_RETURN_SECONDS = 5.0
 _SAME_HOST_SECONDS = 2 * protocol.SILENT_SECONDS
 _LOOK_SECONDS = 0.25
 _QUIET_SECONDS = 1.0  # longer than between two beats of an agent
+_LAST_TURN = 16  # after all others in their part of the network, however many there are
 _FINISH_SECONDS = 10.0
 _BACKLOG = 4096
 _CLOCK_SECONDS = 5.0  # difference of two hosts' clocks that is reported
@@ -127,7 +128,8 @@ class Hub(ServerThread):
         environment: returns the environment of a process, given its slot and the driver's address
             as seen from its host.
         on_hosts: called when a host comes or goes.
-        on_isolation: called before hosts are given up while no host with processes responds.
+        on_isolation: called with the hosts that respond and have processes before another host is
+            given up although nothing shows that this host is not cut off; see `postpone`.
         on_leave: called with a host that leaves the run, and its processes.
         on_silence: called with the processes of a silent host, and a description of the silence,
             before they are given up.
@@ -153,7 +155,7 @@ class Hub(ServerThread):
         self._on_output, self._on_signal, self._say = on_output, on_signal, say
         self.environment: Callable[[Slot, str], Mapping[str, str]] = lambda *_: {}
         self.on_hosts: Callable[[], None] = lambda: None
-        self.on_isolation: Callable[[], None] = lambda: None
+        self.on_isolation: Callable[[Set[str]], None] = lambda _: None
         self.on_leave: Callable[[str, Sequence[int]], None] = lambda *_: None
         self.on_silence: Callable[[Sequence[int], str], None] = lambda *_: None
         self.detector = FailureDetector(protocol.SILENT_SECONDS)
@@ -327,22 +329,29 @@ class Hub(ServerThread):
                     return
         await server  # it raises the error by which it has ended
 
-    def _all_ranks_silent(self, now: float) -> bool:
-        """Whether no agent with processes has responded for a while: this host may be cut off."""
+    def postpone(self, hosts: Set[str]) -> None:
+        """Let the agents of these hosts be the last to replace this driver; in the hub's thread."""
+        for host in hosts:
+            self._agents[host].send({"type": "turn", "turn": _LAST_TURN, "holds": None})
+
+    def _responding(self, now: float) -> frozenset[str]:
+        """Return the hosts with processes that have responded lately."""
         hosts = [host for host, agent in self._agents.items() if agent.processes]
-        return bool(hosts) and all(self.detector.silence(h, now) > _QUIET_SECONDS for h in hosts)
+        return frozenset(h for h in hosts if self.detector.silence(h, now) <= _QUIET_SECONDS)
 
     def _give_up_silent(self, silence: Silence, now: float) -> None:
         agent, why = self._agents[silence.host], f"no message for {silence.seconds:.2f} s"
         if silence.confirmed:
             why += f", bound {silence.bound:.2f} s"
-        elif self._all_ranks_silent(now):
-            if self._start_agent is not None:  # the end of the agent (of ssh) decides
+        elif agent.processes:
+            responding = self._responding(now)
+            if self._start_agent is None:
+                self.on_isolation(responding)
+            elif not responding:  # the end of the agent (of ssh) decides
                 if not self._alone:
                     self._say("no host responds: the network of this host may have failed")
                 self._alone = True
                 return
-            self.on_isolation()
         if agent.channel is not None:
             agent.channel.abort()
         self.detector.give_up(silence.host)

@@ -37,7 +37,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,17 @@ class ElasticDriver:
             if holders or self._state.generations == 0 or self._state.ending:
                 return False
             return not set(lost_hosts).isdisjoint(self._hosts)
+
+    def can_continue_on(self, hosts: Set[str]) -> bool:
+        """Whether enough processes that have the state of the run are on these hosts.
+
+        Before the first generation any host can begin the run.
+        """
+        with self._changed:
+            if hosts and self._state.generations == 0:
+                return True
+            able = [p for p in self._state.alive("waiting", "running") if p.host in hosts]
+            return sum(p.first_generation is not None for p in able) >= self._state.min_np
 
     def undisturbed(self) -> bool:
         """Whether all ranks of the current generation run and need nothing from the driver."""

@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -354,7 +354,7 @@ class AllocationDriver:
         driver.may_act = lambda: ready.is_set() and self._may_act(hub, driver)
         driver.record = self._record
         hub.on_hosts = driver.discover
-        hub.on_isolation = _step_down
+        hub.on_isolation = lambda hosts: self._on_isolation(hub, driver, hosts)
         port = rendezvous.start(driver)
         more = {
             FILE_VARIABLE: str(plan.run / driver_file.NAME),
@@ -395,10 +395,16 @@ class AllocationDriver:
         if not self._lease.held():
             return False
         if hub.lost_hosts and driver.state_is_elsewhere(hub.lost_hosts):
-            _step_down()
+            _step_down("no host with the state of the run responds")
         if self._unrecorded is not None and time.monotonic() > self._unrecorded[1]:
             self._record(self._unrecorded[0])
         return True
+
+    def _on_isolation(self, hub: Hub, driver: ElasticDriver, hosts: Set[str]) -> None:
+        """Step down if this host may be cut off, and those that respond cannot go on."""
+        if not driver.can_continue_on(hosts):
+            hub.postpone(hosts)
+            _step_down("too few ranks respond")
 
     def _record(self, job: JobRecord | None) -> None:
         """Write what another driver needs, which otherwise cannot replace this one.
@@ -494,13 +500,13 @@ def _order(job: JobRecord | None) -> tuple[list[str], dict[str, list[int]] | Non
     return sorted(every, key=lambda host: host == own), ranks or None
 
 
-def _step_down() -> None:
-    """Exit because this host may be cut off from all ranks.
+def _step_down(why: str) -> None:
+    """Exit because this host may be cut off from others with ranks.
 
     Their agents then start a driver in their part of the network. If their hosts are dead, this
     host's agent starts a driver later.
     """
-    _say("no host with the state of the run responds: another host may replace this driver")
+    _say(f"{why}: another host may replace this driver")
     flush(_EXIT_SECONDS)
     os._exit(EXIT_PREEMPTED)
 

@@ -266,6 +266,25 @@ def test_watchdog_that_was_stopped_is_continued(fleet: Fleet) -> None:
     poll(lambda: watchdog.status() != psutil.STATUS_STOPPED, SECONDS, "its continuation")
 
 
+def test_host_given_up_without_a_witness_may_show_that_this_host_is_cut_off(fleet: Fleet) -> None:
+    responding: list[set[str]] = []
+    fleet.hub.on_isolation = lambda hosts: responding.append(set(hosts))
+    for number, host in enumerate("abc"):
+        fleet.agent(host)
+        fleet.start(number, "echo ready; exec sleep 600", host=host)
+        fleet.wait_for_output(number, "ready")
+    agent = fleet.pid("b", "hvdtrain-agent")
+    agent.suspend()
+    assert fleet.wait_for_exit(1) == 128 + 9
+    assert responding == [{"a", "c"}]
+    agent.resume()
+    turns = fleet.hub._agents["a"].channel
+    assert turns is not None
+    with patch.object(turns, "send") as send:
+        fleet.hub.postpone({"a"})
+    assert send.call_args[0][0]["turn"] > len(fleet.agents)
+
+
 @pytest.mark.alone
 def test_silent_host_is_given_up_early_if_another_one_confirms_it(fleet: Fleet) -> None:
     silences: list[tuple[int, ...]] = []

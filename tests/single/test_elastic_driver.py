@@ -475,6 +475,23 @@ def test_only_hosts_that_can_continue_alone_are_witnesses_of_silence() -> None:
         job.close()
 
 
+def test_driver_can_continue_on_hosts_with_enough_holders_of_the_state() -> None:
+    job = SteppedDriver({"a": 2, "b": 2}, np=4, min_np=2, max_np=4, timeout=600)
+    try:
+        assert job.driver.can_continue_on({"b"}), "the run has not begun"
+        assert not job.driver.can_continue_on(set())
+        for _ in range(2):
+            for number in range(4):
+                job.join(number, ProcessStatus(IDENTITY))
+            job.consider(0.0)
+        assert job.driver.can_continue_on({"b"})
+        job.exit(3, 137)
+        assert not job.driver.can_continue_on({"b"})
+        assert job.driver.can_continue_on({"a", "b"})
+    finally:
+        job.close()
+
+
 def test_driver_does_not_act_on_a_silence_before_the_hub_has_given_the_host_up() -> None:
     """`hvdtrain launch` steps down if only hosts that are given up have the state of the run."""
     job = SteppedDriver({"a": 1, "b": 1}, np=2, min_np=1, max_np=2, timeout=600)

@@ -401,7 +401,7 @@ class AllocationDriver:
         return True
 
     def _on_isolation(self, hub: Hub, driver: ElasticDriver, hosts: Set[str]) -> None:
-        """Step down if this host may be cut off, and those that respond cannot go on."""
+        """Step down if this host may be cut off, and the hosts that respond cannot continue."""
         if not driver.can_continue_on(hosts):
             hub.postpone(hosts)
             _step_down("too few ranks respond")

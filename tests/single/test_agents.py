@@ -266,7 +266,7 @@ def test_watchdog_that_was_stopped_is_continued(fleet: Fleet) -> None:
     poll(lambda: watchdog.status() != psutil.STATUS_STOPPED, SECONDS, "its continuation")
 
 
-def test_host_given_up_without_a_witness_may_show_that_this_host_is_cut_off(fleet: Fleet) -> None:
+def test_silence_without_a_witness_may_show_an_isolated_driver(fleet: Fleet) -> None:
     responding: list[set[str]] = []
     fleet.hub.on_isolation = lambda hosts: responding.append(set(hosts))
     for number, host in enumerate("abc"):

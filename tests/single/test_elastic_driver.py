@@ -492,7 +492,7 @@ def test_driver_can_continue_on_hosts_with_enough_holders_of_the_state() -> None
         job.close()
 
 
-def test_driver_does_not_act_on_a_silence_before_the_hub_has_given_the_host_up() -> None:
+def test_driver_acts_on_a_silence_when_the_host_is_given_up() -> None:
     """`hvdtrain launch` steps down if only hosts that are given up have the state of the run."""
     job = SteppedDriver({"a": 1, "b": 1}, np=2, min_np=1, max_np=2, timeout=600)
     try:

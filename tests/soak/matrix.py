@@ -184,7 +184,9 @@ def smoke_cells(report: str, output: str) -> tuple[dict[str, str], list[str]]:
 
 def parallel_cell(code: int, output: str) -> tuple[str, list[str]]:
     """Return the cell and the reasons of failures of tests/parallel, from rank 0's output."""
-    passed = re.findall(r"^(?:\[0\]<stdout>:)?(?:\d+ \w+, )*(\d+) passed", output, re.MULTILINE)
+    passed = re.findall(
+        r"^(?:\[0\]<stdout>:)?(?:=+ )?(?:\d+ \w+, )*(\d+) passed", output, re.MULTILINE
+    )
     if code == 0 and passed:
         return f"{sum(map(int, passed))} passed", []
     # horovodrun begins lines of other ranks with `[1]<stdout>:`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import http.client
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -87,6 +87,9 @@ class _Processes:
         pass
 
     def end(self, number: int) -> None:
+        pass
+
+    def set_witnesses(self, hosts: Set[str]) -> None:
         pass
 
     def end_all(self) -> None:

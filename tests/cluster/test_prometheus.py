@@ -198,7 +198,7 @@ def test_communication_bound_alert_fires_and_resolves(watched: Watched) -> None:
 
 def test_missing_rank_alerts_fire_and_resolve(watched: Watched) -> None:
     restarts = watched.value(f"max(hvdtrain_restarts_total{{{RUN}}})")
-    recoveries = watched.value(RECOVERIES)
+    recoveries = watched.value(f"{RECOVERIES} or vector(0)")  # there may be none so far
     # A silent rank is removed before the alert fires, so only Prometheus is cut off here.
     watched.job.cluster.connections("node1", "node2", 9856, leave=False)
     watched.prometheus.wait_for("ExporterDown", 30, run="case", rank="3", host="node2")
@@ -219,7 +219,10 @@ def test_missing_rank_alerts_fire_and_resolve(watched: Watched) -> None:
 
 
 def test_stalled_training_alert_fires_and_resolves(watched: Watched) -> None:
-    everyone = [pid for p in watched.job.cluster.ranks() for pid in _with_watchdog(p.pid)]
+    cluster = watched.job.cluster
+    everyone = [pid for p in cluster.ranks() for pid in _with_watchdog(p.pid)]
+    pids = [process.pid for host in ("node1", "node2") for process in cluster.processes(host)]
+    everyone += [pid for pid in pids if psutil.Process(pid).name() == "hvdtrain-agent"]
     everyone.append(watched.job.launcher().pid)
     _send(signal.SIGSTOP, reversed(everyone))  # processes that would end ranks come first
     watched.prometheus.wait_for("TrainingStalled", 30, run="case", severity="critical")

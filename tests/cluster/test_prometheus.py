@@ -30,6 +30,7 @@ from tests.support.prometheus import Prometheus
 pytestmark = pytest.mark.alone
 FOUR = 4
 RUN = 'run="case"'
+RESTARTS = f"max(hvdtrain_restarts_total{{{RUN}}})"
 RECOVERIES = f"max(hvdtrain_recovery_seconds_count{{{RUN}}})"
 ARGUMENTS = (
     "--task tests.support.disturbed:Controlled --train.duration 1000000 --eval.every 50"
@@ -197,7 +198,8 @@ def test_communication_bound_alert_fires_and_resolves(watched: Watched) -> None:
 
 
 def test_missing_rank_alerts_fire_and_resolve(watched: Watched) -> None:
-    restarts = watched.value(f"max(hvdtrain_restarts_total{{{RUN}}})")
+    poll(lambda: watched.value(RESTARTS) >= 0, 30, "a first scrape")
+    restarts = watched.value(RESTARTS)
     recoveries = watched.value(f"{RECOVERIES} or vector(0)")  # there may be none so far
     # A silent rank is removed before the alert fires, so only Prometheus is cut off here.
     watched.job.cluster.connections("node1", "node2", 9856, leave=False)
@@ -212,7 +214,7 @@ def test_missing_rank_alerts_fire_and_resolve(watched: Watched) -> None:
     watched.prometheus.wait_for_end("ExporterDown", 20)
     assert watched.value(RECOVERIES) > recoveries
     assert watched.value(f"max(hvdtrain_recovery_seconds_sum{{{RUN}}})") < 30
-    assert watched.value(f"max(hvdtrain_restarts_total{{{RUN}}})") > restarts
+    assert watched.value(RESTARTS) > restarts
     watched.job.set_hosts("node1:2 node2:2")
     watched.job.wait_for_world(FOUR, 60)
     watched.prometheus.wait_for_end("RankMissing", 30)

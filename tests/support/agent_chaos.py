@@ -185,6 +185,18 @@ def _cut_the_drivers_link(job: AgentChaosJob, choice: random.Random) -> str:
     return f"{host} for {seconds:.1f} s"
 
 
+def _cut_all_other_links(job: AgentChaosJob, choice: random.Random) -> str:
+    """To the driver it looks as if its own link were cut, and no other host can replace it."""
+    others = [host for host in TASK_HOSTS if host != job.driver().host]
+    seconds = choice.uniform(2, 16)
+    for host in others:
+        job.cluster.link(host, up=False)
+    time.sleep(seconds)
+    for host in others:
+        job.cluster.link(host, up=True)
+    return f"{' and '.join(others)} for {seconds:.1f} s"
+
+
 def _part_two_hosts(job: AgentChaosJob, choice: random.Random) -> str:
     """Split the network: two hosts cannot reach each other; each reaches the third."""
     (one, other), seconds = choice.sample(TASK_HOSTS, 2), choice.uniform(2, 10)
@@ -280,6 +292,7 @@ AGENT_FAULTS: dict[str, Fault] = {name: FAULTS[name] for name in _SAME} | {
     "stop the driver": Fault(_stop_the_driver, harmless=True),
     "cut the power of the driver's host": Fault(_cut_the_drivers_power, errors=True),
     "cut the link of the driver's host": Fault(_cut_the_drivers_link, errors=True),
+    "cut the links of all other hosts": Fault(_cut_all_other_links, errors=True),
     "part two hosts": Fault(_part_two_hosts, errors=True),
     "make the run readable": Fault(_make_the_run_readable, harmless=True),
     "stop the readers": Fault(_stop_the_readers),

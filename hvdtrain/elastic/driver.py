@@ -248,9 +248,13 @@ class ElasticDriver:
         assert self._hub is not None
         return self._hub
 
+    def has_ended(self, seconds: float) -> bool:
+        """Wait for the end of the job, at most `seconds`; return whether it has ended."""
+        return self._finished.wait(seconds)
+
     def wait(self) -> int:
         """Wait for the end of the job; return its exit code."""
-        while not self._finished.wait(0.2):
+        while not self.has_ended(0.2):
             pass
         if self._records is not None:
             self._records.flush()

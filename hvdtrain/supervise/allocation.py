@@ -49,6 +49,7 @@ from hvdtrain.run_files.owner_token import Token, who
 from hvdtrain.run_files.ownership import Ownership, TokenPace
 from hvdtrain.runtime import interfaces
 from hvdtrain.runtime.environment import launched, launched_local_rank, launched_rank, launched_size
+from hvdtrain.runtime.machine import is_loopback
 from hvdtrain.runtime.queued_output import flush, say
 from hvdtrain.runtime.signals import ASKING, handle, requests
 from hvdtrain.supervise import run_progress
@@ -69,6 +70,7 @@ _READS = 4  # by an agent, one after another, until it has connected
 # just got the run to write its file.
 _REPLACED_SECONDS = 8.0
 _WRITTEN_SECONDS = 3.0
+_ADDRESSES_SECONDS = 2.0  # between two looks whether this host has more addresses
 _EXIT_SECONDS = 0.5  # for its output, before a driver that steps down exits
 _JOINS = 254  # exit code of a driver's process that found another driver to join
 
@@ -259,19 +261,24 @@ class AllocationDriver:
             known, since: the driver's token, and since when it has not changed.
 
         Raises:
-            UserError: the driver is alive, or another one has replaced it.
+            UserError: the driver is alive, or another one has replaced it; or this host has no
+                network now, and the driver's had.
         """
         run = self._plan.run
+        before = driver_file.read(run)
+        lacks_network = all(map(is_loopback, _addresses()))
+        if before is not None and lacks_network and not all(map(is_loopback, before.addresses)):
+            raise UserError(f"{run}: this host has no address that other hosts reach")
         with run_progress.hold(run, _SUCCESSOR_LEASE, known, since) as lease:
             # Read again: only now can no other driver change them.
             content, state = driver_file.read(run), driver_file.read_state(run)
             if content is None or state is None or content.exit_code is not None:
                 raise UserError(f"{run}: the job has ended")
+            job = state["job"]
+            found = None if job is None else job_record.parse(job)
             for number in requests():
                 handle(number, self._on_own_signal)
             _say(f"{socket.gethostname()} runs the driver now: {who(known)} does not respond")
-            job = state["job"]
-            found = None if job is None else job_record.parse(job)
             return self._serve(lease, content, found, before=known.host)
 
     def _serve(
@@ -302,10 +309,9 @@ class AllocationDriver:
             tls,
         )
         hub.on_leave = self._on_leave
-        _, address = interfaces.for_launcher(None, os.environ, [])
         content = replace(
             content,
-            addresses=interfaces.addresses_from(address),
+            addresses=_addresses(),
             port=hub.port,
             rendezvous=0,
             certificate=certificate,
@@ -385,6 +391,11 @@ class AllocationDriver:
             self._driver = driver
             for received in self._signals:
                 driver.signal(*received)
+        while not driver.has_ended(_ADDRESSES_SECONDS):
+            # A driver may have begun while its link was down.
+            if content != (now := _with_new_addresses(content)):
+                content = now
+                _write(plan.run, content)
         code = driver.wait()
         driver.stop()
         return code
@@ -509,6 +520,21 @@ def _step_down(why: str) -> None:
     _say(f"{why}: another host may replace this driver")
     flush(_EXIT_SECONDS)
     os._exit(EXIT_PREEMPTED)
+
+
+def _addresses() -> list[str]:
+    """Return this host's addresses, the one that other hosts reach most likely first."""
+    _, address = interfaces.for_launcher(None, os.environ, [])
+    return interfaces.addresses_from(address)
+
+
+def _with_new_addresses(content: DriverFile) -> DriverFile:
+    """Return the driver's file with addresses that this host has got since, first.
+
+    None is removed: its link may be down for a moment only.
+    """
+    new = [address for address in _addresses() if address not in content.addresses]
+    return replace(content, addresses=[*new, *content.addresses])
 
 
 def _write(run: Path, content: DriverFile) -> None:

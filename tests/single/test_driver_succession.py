@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +32,10 @@ from hvdtrain.elastic.decisions import (
 from hvdtrain.elastic.processes import Slots, TrainingProcess, assign
 from hvdtrain.elastic.rendezvous import FILE_VARIABLE, DriverAddress
 from hvdtrain.elastic.status import Identity, ProcessStatus
-from hvdtrain.errors import EXIT_PREEMPTED
+from hvdtrain.errors import EXIT_PREEMPTED, UserError
+from hvdtrain.run_files.owner_token import Token
+from hvdtrain.supervise import allocation
+from hvdtrain.supervise.allocation import AllocationDriver, AllocationRun
 from tests.support.fleet import Fleet
 from tests.support.job import poll
 
@@ -286,3 +290,25 @@ def test_process_follows_the_driver_file_when_its_driver_is_gone(tmp_path: Path)
         driver_file.write(tmp_path, DriverFile(["127.0.0.1"], 1, secret, rendezvous=port))
         assert driver.reachable() and driver.place == ("127.0.0.1", port)
         assert not DriverAddress(*place, {}).reachable(), "without agents no file is read"
+
+
+def test_host_without_network_does_not_replace_a_driver_that_had_one(tmp_path: Path) -> None:
+    """It would publish the address of its loopback, at which no other host reaches it."""
+    driver_file.write(tmp_path, DriverFile(["10.0.0.1", "127.0.0.1"], 1, "00"))
+    token = Token("owner", 1, 0, "host", 1, "boot", False)
+    plan = AllocationRun(1, None, 1, 1.0, 60.0, ["true"], tmp_path)
+    with (
+        patch.object(allocation, "_addresses", return_value=["127.0.0.1"]),
+        pytest.raises(UserError, match="no address that other hosts reach"),
+    ):
+        AllocationDriver(plan, 2, str(tmp_path)).take_over(token, 0.0)
+    assert not (tmp_path / ".launch.owner").exists()
+
+
+def test_address_that_a_host_gets_later_is_published_first() -> None:
+    content = DriverFile(["127.0.0.1"], 1, "00")
+    with patch.object(allocation, "_addresses", return_value=["10.0.0.1", "127.0.0.1"]):
+        content = allocation._with_new_addresses(content)
+    assert content.addresses == ["10.0.0.1", "127.0.0.1"]
+    with patch.object(allocation, "_addresses", return_value=["127.0.0.1"]):
+        assert allocation._with_new_addresses(content) == content, "its link is down for a moment"

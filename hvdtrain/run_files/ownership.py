@@ -217,7 +217,10 @@ class Ownership:
         return not self._released
 
     def wait_for_renewal(self) -> None:
-        """Wait until a check that begins now finds that this process owns the run."""
+        """Wait until a check that begins now finds that this process owns the run.
+
+        A process with a lease exits if none does, see `TokenPace`.
+        """
         since = now()
         with self._looked:
             while self._thread is not None and not self._released and self._looked_at < since:

@@ -342,7 +342,6 @@ def test_rank_may_die_while_the_run_directory_is_read_only(patient_job: AgentJob
         poll(lambda: old not in patient_job.cluster.processes(old.host), 30, "the driver's end")
     patient_job.wait_for_another_driver(before)
     patient_job.wait_for_world(2, began)
-    assert "repeats" not in patient_job.output()
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ def test_network_that_fails_for_a_moment_ends_no_rank(
     for _ in range(5):
         cluster.part("node1", "node2", leave=False)
         try:
-            time.sleep(0.5)
+            time.sleep(0.4)
         finally:
             cluster.part("node1", "node2", leave=True)
         time.sleep(2.5)

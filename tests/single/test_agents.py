@@ -198,7 +198,7 @@ def test_stopped_agent_loses_its_host_and_ends_old_processes_on_return(fleet: Fl
     agent.suspend()
     assert fleet.wait_for_exit(0) == 128 + 9
     assert fleet.hub.find_available_hosts_and_slots() == {}
-    assert re.search(r"no message for 3\.\d\d s\); its 1 rank is lost", str(fleet.said))
+    assert re.search(r"no message for \d+\.\d\d s\); its 1 rank is lost", str(fleet.said))
     agent.resume()
     assert fleet.hub.wait_for(lambda hosts: "a" in hosts, SECONDS)
     assert has_ended(rank), "the slot was offered while its old process existed"
@@ -282,7 +282,9 @@ def test_silence_without_a_witness_may_show_an_isolated_driver(fleet: Fleet) -> 
     assert turns is not None
     with patch.object(turns, "send") as send:
         fleet.hub.postpone({"a"})
-    assert send.call_args[0][0]["turn"] > len(fleet.agents)
+    sent = [call.args[0] for call in send.call_args_list]  # heartbeats, too
+    (turn,) = [one["turn"] for one in sent if one["type"] == "turn"]
+    assert turn > len(fleet.agents)
 
 
 @pytest.mark.alone
@@ -301,7 +303,7 @@ def test_silent_host_is_given_up_early_if_another_one_confirms_it(fleet: Fleet) 
     agent.suspend()
     began = time.monotonic()
     assert fleet.wait_for_exit(0) == fleet.wait_for_exit(1) == 128 + 9
-    assert 0.7 < time.monotonic() - began < 2
+    assert 0.7 < time.monotonic() - began < 2.5
     assert silences == [(0, 1)]
     assert re.search(r"no message for 1.* bound 1.*; its 2 ranks are lost", str(fleet.said))
     assert 2 not in fleet.codes

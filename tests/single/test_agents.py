@@ -278,6 +278,7 @@ def test_silence_without_a_witness_may_show_an_isolated_driver(fleet: Fleet) -> 
     assert fleet.wait_for_exit(1) == 128 + 9
     assert responding == [{"a", "c"}]
     agent.resume()
+    assert fleet.hub.wait_for(lambda hosts: "b" in hosts, SECONDS)
     turns = fleet.hub._agents["a"].channel
     assert turns is not None
     with patch.object(turns, "send") as send:
@@ -308,6 +309,7 @@ def test_silent_host_is_given_up_early_if_another_one_confirms_it(fleet: Fleet) 
     assert re.search(r"no message for 1.* bound 1.*; its 2 ranks are lost", str(fleet.said))
     assert 2 not in fleet.codes
     agent.resume()
+    assert fleet.hub.wait_for(lambda hosts: "a" in hosts, SECONDS)
 
 
 def test_agent_without_driver_ends_its_ranks_and_exits_with_75(tmp_path: Path) -> None:

@@ -76,6 +76,14 @@ def test_script_can_request_hvdtrains_driver(tmp_path: Path) -> None:
     assert (tmp_path / "case" / "metrics.jsonl").read_text().count("\n") == 3
 
 
+def test_elastic_run_on_one_host_needs_no_discovery_script(tmp_path: Path) -> None:
+    launcher = shlex.split("horovodrun -np 2 --min-np 1 --network-interfaces lo")
+    argv = [*launcher, *forked_train(2), *TINY, *_keys(tmp_path)]
+    done = Job([], argv, environment({}), tmp_path / "job").wait(120)
+    assert done.returncode == 0, done
+    assert (tmp_path / "case" / "metrics.jsonl").read_text().count("\n") == 3
+
+
 def test_elastic_run_whose_processes_share_a_gpu_is_refused(tmp_path: Path) -> None:
     (tmp_path / "same_gpu.py").write_text(SAME_GPU)
     env = {"HVDTRAIN_ELASTIC": "1", "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}

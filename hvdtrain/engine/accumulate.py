@@ -546,7 +546,8 @@ def rows_of(
     rows = torch.zeros(count, 3, columns, dtype=torch.float64, device=parts.device)
     if not any(pairs):
         rows[:, 0] = parts
-        rows[:, 1] = weight
+        if weight:
+            rows[:, 1] = weight
         return rows
     none = parts.new_zeros(columns, dtype=torch.bool), rows.new_zeros(columns)
     is_pair, weights = map(torch.stack, zip(*(one or none for one in pairs), strict=True))
@@ -623,7 +624,7 @@ class Totals:
 
     def value(self) -> Tensor:
         """Return the sums."""
-        return self.parts.sum(dim=0)
+        return self.parts.sum(dim=0) if len(self.parts) > 1 else self.parts[0]
 
 
 def _rounded(numbers: Tensor, unit: float) -> Tensor:

@@ -38,9 +38,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
@@ -582,17 +582,14 @@ class ControlVector:
     """
 
     def __init__(self, flags: Flags, used: BatchUsage, sizes: Sizes, context: RankContext) -> None:
-        head = torch.tensor(
-            [flags.stop, flags.membership_changed, flags.finish, False, flags.step, *used],
-            dtype=torch.float64,
-        )
+        head = [flags.stop, flags.membership_changed, flags.finish, False, flags.step, *used]
         parts = Totals.number_of_parts(sizes.exact)
         numbers = 3 * sizes.values + sizes.statistics
-        self._lengths = [len(head), sizes.parameters, parts * numbers]
-        self._vector = torch.zeros(sum(self._lengths), dtype=torch.float64, device=context.device)
-        own, self._missed, totals = self._vector.split(self._lengths)
-        own.copy_(sent(head, context.device))
-        totals = totals.view(parts, numbers)
+        self._head, self._before_totals = len(head), len(head) + sizes.parameters
+        vector = np.zeros(self._before_totals + parts * numbers)  # float64
+        vector[: self._head] = head
+        self._vector = sent(torch.from_numpy(vector), context.device)
+        totals = self._vector[self._before_totals :].view(parts, numbers)
         values = totals[:, : 3 * sizes.values].view(parts, 3, sizes.values)
         self.totals = StepTotals(Totals(values), Totals(totals[:, 3 * sizes.values :]))
         self._alone = context.mesh.world.size == 1
@@ -615,7 +612,8 @@ class ControlVector:
         if any(missed) or any(frozen):
             counts = [m + _FROZEN * f for m, f in zip(missed, frozen, strict=True)]
             own = torch.tensor(counts, dtype=torch.float64)
-            self._missed.copy_(sent(own, self._missed.device))
+            place = self._vector[self._head : self._before_totals]
+            place.copy_(sent(own, place.device))
         if not self._alone:
             self._handle = begin_sum(self._vector, "control")
 
@@ -628,12 +626,12 @@ class ControlVector:
         if self._handle is not None:
             completed(self._handle)
         values = self.totals.values.value()
-        vector = torch.cat([self._vector[: sum(self._lengths[:2])], values.flatten()])
-        host_values = iter(vector.tolist())  # the step's first wait for the device
-        stops, changes, finishes, news, steps, *counts = islice(host_values, self._lengths[0])
+        vector = torch.cat([self._vector[: self._before_totals], values.flatten()])
+        numbers = vector.tolist()  # the step's first wait for the device
+        stops, changes, finishes, news, steps, *counts = numbers[: self._head]
         used = BatchUsage(*map(int, counts))
-        missed = [*islice(host_values, self._lengths[1])]
-        rows = [[*islice(host_values, values.shape[1])] for _ in range(3)]
+        missed, width = numbers[self._head : self._before_totals], values.shape[1]
+        rows = [numbers[at : at + width] for at in range(self._before_totals, len(numbers), width)]
         statistics = self.totals.statistics.value()
         return ControlSums(stops, changes, finishes, news, steps, used, rows, missed, statistics)
 
@@ -786,7 +784,11 @@ class Update:
 def norm_of_gradients(parameters: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of the gradients of a model that this rank holds completely."""
     # A norm in 16 bits has only two or three digits.
-    return get_total_norm([widened(p.grad) for p in parameters if p.grad is not None])
+    gradients = [widened(p.grad) for p in parameters if p.grad is not None]
+    if len({(one.device, one.dtype) for one in gradients}) != 1:
+        return get_total_norm(gradients)
+    # The same, without its sorting by device and type, which takes longer for a small model.
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
 def _clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:

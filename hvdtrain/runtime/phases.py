@@ -30,7 +30,7 @@ PHASES = (
     "other",
 )
 
-
+_PLACES = {phase: place for place, phase in enumerate(PHASES)}
 _PASSES = ("forward", "backward")
 
 Seconds = dict[str, float]
@@ -166,6 +166,7 @@ def cuda_event() -> torch.cuda.Event:
 
 
 def _passed(state: tuple[str, float, tuple[float, ...]], now: float) -> tuple[float, ...]:
-    phase, since, passed = state
-    index = PHASES.index(phase)
-    return (*passed[:index], passed[index] + now - since, *passed[index + 1 :])
+    phase, since, before = state
+    passed = [*before]
+    passed[_PLACES[phase]] += now - since
+    return (*passed,)

@@ -139,14 +139,21 @@ class SaveCheckpoints(Callback):
             with self._timer.inside("checkpoint"):
                 self._save_last_together(loop)
         elif self._config.enabled and self._writer is not None:
-            with self._timer.inside("checkpoint"):
-                self._look(self._writer, loop.progress.step)
+            self._look(self._writer, loop.progress.step)
 
     def _look(self, writer: CheckpointWriter, step: int) -> None:
-        if self._punctual and self._config.every > 0 and step % self._config.every == 0:
-            self.wait()
+        every = self._config.every
         best = self._config.keep_best and is_best(self._saving.state.progress.evaluations, step)
         due = self._interval_elapsed(writer, step)
+        punctual = self._punctual and every > 0 and step % every == 0
+        unprepared = not writer.prepared and not writer.busy
+        if best or due or punctual or unprepared or self._saving.shared:
+            with self._timer.inside("checkpoint"):
+                if punctual:
+                    self.wait()
+                self._save_or_prepare(writer, step, best, due)
+
+    def _save_or_prepare(self, writer: CheckpointWriter, step: int, best: bool, due: bool) -> None:
         begin = self._decides and (due or best) and not writer.holds(step)
         if begin and best:
             # No later step has this state.

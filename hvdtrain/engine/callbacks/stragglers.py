@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,9 @@ from hvdtrain.telemetry.straggler import (
 )
 
 _PROCESS = psutil.Process()
+_MEMORY_SECONDS = (
+    0.5  # between two records of memory, which take as long as a step of a small model
+)
 # Number of comparisons whose medians determine an assignment; all were made under the current one.
 _COMPARISONS = 3
 # Minimum relative reduction of the step time for a new assignment: a wrong one costs time.
@@ -97,6 +100,7 @@ class DetectStragglers(Callback):
         self._micro_batches = 0
         self._before = self._totals()
         self._memory.record(self._memory.of_run)  # the first step creates the optimizer's state
+        self._memory_due = 0.0  # time.monotonic()
         self._handle: int | None = None
         self._line: dict[str, Any] = {}
 
@@ -126,9 +130,12 @@ class DetectStragglers(Callback):
             self._evaluate(loop, completed(self._handle))
 
     def _watch_memory(self, step: int) -> None:
-        """Record memory only around the steps that are compared, because recording has a cost."""
-        self._memory.stop(self._memory.of_run)
-        if (step + 1) % self._every in (0, 1):
+        """Record memory only around some of the steps that are compared: recording has a cost."""
+        recorded, place = self._memory.stop(self._memory.of_run), (step + 1) % self._every
+        if place == 0 and time.monotonic() >= self._memory_due:
+            self._memory_due = time.monotonic() + _MEMORY_SECONDS
+            self._memory.record(self._memory.of_run)
+        elif place == 1 and recorded:
             self._memory.record(self._memory.of_run)
 
     def _totals(self) -> Tensor:
@@ -154,9 +161,9 @@ class DetectStragglers(Callback):
     def _evaluate(self, loop: Loop, table: Tensor) -> None:
         """Evaluate the metrics of all ranks, which every rank now has."""
         self._handle = None
-        found = scores(table, self._grid)
-        changes = self._watch.look(table)
-        rank = loop.topology.rank
+        rank, alone = loop.topology.rank, self._ranks == 1
+        found = torch.ones(1) if alone else scores(table, self._grid)
+        changes = () if alone else self._watch.look(table)
         if self._exporter is not None:
             self._exporter.straggler(float(found[rank]), self._watch.slow.get(rank))
         counts = self._speeds and self._speeds.look(table, loop.assignment.counts)
@@ -181,9 +188,10 @@ class DetectStragglers(Callback):
                 ratio,
             )
         if self._line["step"] > (self._file.last_step or 0):
-            spanned = _spanned_columns(table) if self._grid.replica_size > 1 else {}
-            score = {"score": _round(found, 4)}
-            self._file.write({**self._line, **_columns(table), **spanned, **score})
+            columns = dict(zip(COLUMNS, table.T.tolist(), strict=True))
+            spanned = _spanned_columns(columns) if self._grid.replica_size > 1 else {}
+            score = {"score": _round(found.tolist(), 4)}
+            self._file.write({**self._line, **_columns(columns), **spanned, **score})
 
     def _tell(self, loop: Loop, change: StragglerChange) -> None:
         ranks, hosts = change.ranks, loop.topology.hosts
@@ -255,26 +263,26 @@ class Speeds:
         return found
 
 
-def _columns(table: Tensor) -> dict[str, Any]:
+def _columns(columns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Each metric as a list over the ranks: a tenth of the bytes of one line per rank."""
     whole = ("bytes", "micro_batches", "host_memory_bytes", "device_memory_bytes")
     return {
-        "phases": {phase: _round(column(table, phase), 6) for phase in PHASES},
-        "wall_seconds": _round(column(table, "wall_seconds"), 6),
-        "inflight_seconds": _round(column(table, "inflight_seconds"), 6),
-        **{name: column(table, name).to(torch.int64).tolist() for name in whole},
+        "phases": {phase: _round(columns[phase], 6) for phase in PHASES},
+        "wall_seconds": _round(columns["wall_seconds"], 6),
+        "inflight_seconds": _round(columns["inflight_seconds"], 6),
+        **{name: [*map(int, columns[name])] for name in whole},
         "most_memory_bytes": {
-            phase: int(column(table, f"{phase}_memory_peak_bytes").max()) for phase in PHASES
+            phase: int(max(columns[f"{phase}_memory_peak_bytes"])) for phase in PHASES
         },
     }
 
 
-def _spanned_columns(table: Tensor) -> dict[str, Any]:
+def _spanned_columns(columns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Metrics of a model that spans ranks."""
     times = (*(f"{axis}_wait_seconds" for axis in WAITED), "schedule_seconds")
     return {
-        **{name: _round(column(table, name), 6) for name in times},
-        "parameter_bytes": column(table, "parameter_bytes").to(torch.int64).tolist(),
+        **{name: _round(columns[name], 6) for name in times},
+        "parameter_bytes": [*map(int, columns["parameter_bytes"])],
     }
 
 
@@ -291,6 +299,5 @@ def _named(change: StragglerChange, hosts: Sequence[str]) -> tuple[str, str]:
     return (f"{who}, which compute in step,", "are") if several else (who, "is")
 
 
-def _round(values: Tensor, digits: int) -> list[float]:
-    # Not torch.round: its results are written with all digits.
-    return [round(value, digits) for value in values.tolist()]
+def _round(values: Sequence[float], digits: int) -> list[float]:
+    return [round(value, digits) for value in values]

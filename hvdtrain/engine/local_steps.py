@@ -48,8 +48,7 @@ class LocalSteps:
     ) -> StepResult:
         """End the step, see TrainStep, and average the ranks' states if it is due."""
         result, step = self._step.end(lr, advance, loss_limit), self._number
-        pauses = result.stop or result.membership_changed or result.finish
-        if pauses or step % self._exchange.every == 0 or step >= self._last:
+        if any(result.requests) or step % self._exchange.every == 0 or step >= self._last:
             with self._timer.inside(self._phase):
                 self._exchange.average()
         return result

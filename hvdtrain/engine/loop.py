@@ -58,7 +58,7 @@ from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.replay import StepDiscarded
 from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.engine.spikes import Spike, exceeds, loss_limit, passed_over
-from hvdtrain.engine.step import AppliedSteps, Flags, StepResult
+from hvdtrain.engine.step import NO_REQUESTS, AppliedSteps, Flags, Requests, StepResult
 from hvdtrain.errors import EXIT_NOT_FINITE, UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError, RankLostError
@@ -133,6 +133,9 @@ class Interruptions:
     stop: StopFlag
     membership_changed: Callable[[], bool]
     finish: Callable[[], bool] = lambda: False
+
+    def requests(self) -> Requests:
+        return Requests(self.stop.raised, self.membership_changed(), self.finish())
 
 
 @dataclass
@@ -562,8 +565,7 @@ class Loop:
         self._interruptions = interruptions
         self._heartbeat = context.heartbeat
         self._claim = context.claim
-        self._membership_changed = False  # as agreed in the last step
-        self._finished = False  # the script has ended the run with the last step
+        self._requests = NO_REQUESTS  # as agreed in the last step
         self._began = 0.0  # time.perf_counter() at the start of the step
         self.current: Step | None = None
         self.result: dict[str, float] = {}
@@ -592,12 +594,12 @@ class Loop:
     def ending(self) -> bool:
         """Whether this step is the run's last, or the last before an early or requested stop."""
         last = self.progress.step >= self.train.steps
-        return self.progress.preempted or last or self.stopped_early or self._finished
+        return self.progress.preempted or last or self.stopped_early or self._requests.finish
 
     @property
     def generation_ends(self) -> bool:
         """Whether this is the generation's last step: pending collectives must be completed."""
-        return self.ending or self._membership_changed
+        return self.ending or self._requests.membership_changed
 
     @property
     def stopped_early(self) -> bool:
@@ -640,7 +642,7 @@ class Loop:
             self._call_back(progress.record)
         while not self.ending:
             yield from self._one_step()
-            if self._membership_changed and not self.ending:
+            if self._requests.membership_changed and not self.ending:
                 raise MembershipChanged
 
     def _one_step(self) -> Iterator[Step]:
@@ -711,13 +713,8 @@ class Loop:
         """Begin the step, see TrainStep."""
         self._applied.check(self.progress.step)
         self._began = time.perf_counter()
-        flags = Flags(
-            stop=self._interruptions.stop.raised,
-            membership_changed=self._interruptions.membership_changed(),
-            step=self.progress.step,
-            finish=self._interruptions.finish(),
-            batch=self.progress.batch,
-        )
+        progress = self.progress
+        flags = Flags(progress.step, progress.batch, self._interruptions.requests())
         self._stepper.begin(self._loader.next_step(flags.batch), self.assignment, flags)
 
     def train_step(self) -> None:
@@ -761,41 +758,41 @@ class Loop:
 
     def _advance(self, result: StepResult) -> None:
         """Count a step, at the moment the parameters change."""
-        progress = self.progress
-        if not result.applied:
+        progress, update = self.progress, result.update
+        if not update.applied:
             self._applied.skip()
         progress.step += 1
         self._loader.advance()
-        self.result = {**result.values, "grad_norm": result.grad_norm}
+        self.result = {**result.values, "grad_norm": update.grad_norm}
         if self._iteration is not None:
             self._iteration.count()
         progress.samples += result.used.samples
         self._note_loss(result)
-        nonfinite = not result.applied and not result.overflow and result.spike_limit is None
+        nonfinite = not update.applied and not update.overflow and update.spike_limit is None
         progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if nonfinite else 0
         progress.nonfinite += nonfinite
         # A stop request in the last step has no effect: the run is finished anyway.
-        progress.preempted = result.stop and progress.step < self.train.steps
-        self._membership_changed = result.membership_changed
-        self._finished = result.finish
+        progress.preempted = result.requests.stop and progress.step < self.train.steps
+        self._requests = result.requests
         progress.record = self._record(result, result.ready_at - self._began)
-        if result.overflow and self.topology.rank == 0:
+        if update.overflow and self.topology.rank == 0:
             logger.info(
                 "step %d: the gradient overflows with a loss scale of %g; skipped on all ranks",
                 progress.step,
-                result.loss_scale,
+                update.loss_scale,
             )
 
     def _note_loss(self, result: StepResult) -> None:
         """Add the loss of the step that was just counted to the window, or note the spike."""
         progress, config, loss = self.progress, self.train.spike, result.values["loss"]
-        if result.spike_limit is not None:
+        limit = result.update.spike_limit
+        if limit is not None:
             progress.spikes += 1
             progress.spikes_in_a_row += 1
             # A script that wants this step to be the last one gets no further step.
-            if config.action == "rollback" and not result.finish:
-                progress.spike = Spike(progress.step, loss, result.spike_limit)._asdict()
-        elif result.applied and config.enabled:
+            if config.action == "rollback" and not result.requests.finish:
+                progress.spike = Spike(progress.step, loss, limit)._asdict()
+        elif result.update.applied and config.enabled:
             before = progress.losses
             if progress.spikes_in_a_row and exceeds(loss, loss_limit(config, before)):
                 before = []
@@ -813,14 +810,14 @@ class Loop:
             progress.spikes_in_a_row = 0
 
     def _record(self, result: StepResult, seconds: float) -> StepRecord:
-        progress, size = self.progress, self._dataset_size
+        progress, size, update = self.progress, self._dataset_size, result.update
         return {
             "step": progress.step,
             "loss": result.values["loss"],
             "samples": progress.samples,
             "epoch": progress.samples / size if size else self._loader.passes,
-            "lr": result.lr,
-            "grad_norm": result.grad_norm,
+            "lr": update.lr,
+            "grad_norm": update.grad_norm,
             "world_size": self.topology.world_size,
             "step_seconds": seconds,
             "samples_per_second": result.used.samples / seconds,
@@ -828,10 +825,10 @@ class Loop:
             "claim": self._claim,
             **{name: value for name, value in result.values.items() if name != "loss"},
             **result.used.metrics(seconds),
-            **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
-            **({} if result.applied else {"skipped": True}),
-            **({} if result.spike_limit is None else {"spike": True}),
-            **({"overflow": True} if result.overflow else {}),
+            **({} if update.loss_scale is None else {"loss_scale": update.loss_scale}),
+            **({} if update.applied else {"skipped": True}),
+            **({} if update.spike_limit is None else {"spike": True}),
+            **({"overflow": True} if update.overflow else {}),
         }
 
     def _warn_of_spike(self, record: StepRecord) -> None:

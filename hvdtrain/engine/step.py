@@ -36,9 +36,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,24 +83,36 @@ _NEWS = 3  # place in a control vector, see ControlSums
 _FROZEN = 1 << 20  # more than there are ranks
 
 
-@dataclass(frozen=True)
-class Flags:
-    """Per-rank flags and step counter sent with a step.
+class Requests(NamedTuple):
+    """What this rank requests for the end of a step; or what the ranks agree on: some rank does.
 
     Args:
-        stop: this rank received a request to stop.
-        membership_changed: this rank was notified that processes join or leave.
+        stop: the run ends with a checkpoint, because of a signal for example.
+        membership_changed: the generation ends, because processes join or leave.
+        finish: the run ends, because the script wants this step to be the last one.
+    """
+
+    stop: bool = False
+    membership_changed: bool = False
+    finish: bool = False
+
+
+NO_REQUESTS = Requests()
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Step counter and requests of a rank, sent with a step.
+
+    Args:
         step: steps done before this one.
-        finish: this rank's script wants this step to be the last one.
         batch: number of the step's global batch in the run's order, from 0: `step`, unless the run
             has passed over batches, see spikes.py.
     """
 
-    stop: bool
-    membership_changed: bool
     step: int
-    finish: bool = False
     batch: int = 0
+    requests: Requests = NO_REQUESTS
 
 
 @dataclass(frozen=True)
@@ -109,31 +121,16 @@ class StepResult:
 
     Args:
         values: float64, "loss" and the task's metrics as means over the global batch
-        grad_norm: gradient norm of the global batch, before clipping; with local SGD the root mean
-            square of the ranks' gradient norms
-        applied: False if the step was skipped: its gradient was not finite, or its loss a spike
-        spike_limit: the limit that the loss exceeded; None: the loss is not a spike
-        loss_scale, overflow: see UpdateResult
-        stop: some rank received a request to stop
-        membership_changed: some rank was notified that processes join or leave
-        finish: some rank's script ends the run with this step
+        requests: on which the ranks agree
         used: samples and tokens in the micro-batches of all ranks
         ready_at: time.perf_counter() when the update was prepared, before the wait for other ranks
-        lr: learning rate, of the first group
     """
 
     values: dict[str, float]
-    grad_norm: float
-    applied: bool
-    spike_limit: float | None
-    loss_scale: float | None
-    overflow: bool
-    stop: bool
-    membership_changed: bool
-    finish: bool
+    update: UpdateResult
+    requests: Requests
     used: BatchUsage
     ready_at: float
-    lr: float
 
 
 class TrainStep:
@@ -456,20 +453,7 @@ class TrainStep:
             if self._sharded is not None:
                 self._sharded.skip()
         self._exchange.commit(updated.applied)
-        result = StepResult(
-            values=values,
-            grad_norm=updated.grad_norm,
-            applied=updated.applied,
-            spike_limit=ready.spike_limit,
-            loss_scale=updated.loss_scale,
-            overflow=updated.overflow,
-            stop=sums.stops > 0,
-            membership_changed=sums.changes > 0,
-            finish=sums.finishes > 0,
-            used=sums.used,
-            ready_at=ready_at,
-            lr=self._update.lr,
-        )
+        result = StepResult(values, updated, sums.requests, sums.used, ready_at)
         advance(result)
         return result
 
@@ -532,7 +516,7 @@ class ControlSums:
     """Content of a control vector, summed over all ranks.
 
     Args:
-        stops, changes, finishes: number of ranks that raised the flag.
+        requests: of any rank.
         news: number of ranks that want to agree on the buffers that change.
         steps: sum of the ranks' `step`.
         used: samples and tokens of all ranks' micro-batches.
@@ -542,9 +526,7 @@ class ControlSums:
         statistics: summed changes of the running statistics; on the device.
     """
 
-    stops: float
-    changes: float
-    finishes: float
+    requests: Requests
     news: float
     steps: float
     used: BatchUsage
@@ -582,7 +564,7 @@ class ControlVector:
     """
 
     def __init__(self, flags: Flags, used: BatchUsage, sizes: Sizes, context: RankContext) -> None:
-        head = [flags.stop, flags.membership_changed, flags.finish, False, flags.step, *used]
+        head = [*flags.requests, False, flags.step, *used]
         parts = Totals.number_of_parts(sizes.exact)
         numbers = 3 * sizes.values + sizes.statistics
         self._head, self._before_totals = len(head), len(head) + sizes.parameters
@@ -628,12 +610,13 @@ class ControlVector:
         values = self.totals.values.value()
         vector = torch.cat([self._vector[: self._before_totals], values.flatten()])
         numbers = vector.tolist()  # the step's first wait for the device
-        stops, changes, finishes, news, steps, *counts = numbers[: self._head]
-        used = BatchUsage(*map(int, counts))
+        *requests, news, steps = numbers[: _NEWS + 2]
+        used = BatchUsage(*map(int, numbers[_NEWS + 2 : self._head]))
         missed, width = numbers[self._head : self._before_totals], values.shape[1]
         rows = [numbers[at : at + width] for at in range(self._before_totals, len(numbers), width)]
         statistics = self.totals.statistics.value()
-        return ControlSums(stops, changes, finishes, news, steps, used, rows, missed, statistics)
+        agreed = Requests(*(ranks > 0 for ranks in requests))
+        return ControlSums(agreed, news, steps, used, rows, missed, statistics)
 
 
 @dataclass(frozen=True)
@@ -663,15 +646,20 @@ class UpdateResult:
     """Result of an update.
 
     Args:
-        grad_norm: gradient norm before clipping, see Exchange.agreed_norm
+        grad_norm: gradient norm of the global batch, before clipping; with local SGD the root mean
+            square of the ranks' gradient norms, see Exchange.agreed_norm
         applied: False if the norm was not finite or the loss a spike: parameters and optimizer
             state are unchanged
+        spike_limit: see ReadyUpdate
+        lr: learning rate, of the first group
         loss_scale: loss scale of this step's loss, with fp16
         overflow: the gradient was not finite, and the loss scale may be too high
     """
 
     grad_norm: float
     applied: bool
+    spike_limit: float | None
+    lr: float
     loss_scale: float | None = None
     overflow: bool = False
 
@@ -706,15 +694,6 @@ class Update:
         self._total_norm = total_norm or norm_of_gradients
         self._lr: float | None = None
         self._unclipped: Tensor | None = None  # with a loss scale: norm before a script's changes
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the last update, as given to `prepare`, or of the first group.
-
-        NaN if the optimizer has none.
-        """
-        group = self._optimizer.param_groups[0]
-        return self._lr if self._lr is not None else float(group.get("lr", math.nan))
 
     def clear(self) -> None:
         """Drop the gradients of the previous step."""
@@ -770,10 +749,14 @@ class Update:
         """Update the parameters, unless the step is skipped; needs no communication."""
         if ready.applied:
             self._optimizer.step()
+        # An optimizer may have no rate.
+        group = self._optimizer.param_groups[0]
+        lr = self._lr if self._lr is not None else float(group.get("lr", math.nan))
+        result = UpdateResult(ready.grad_norm, ready.applied, ready.spike_limit, lr)
         if self._loss_scale is None:
-            return UpdateResult(ready.grad_norm, ready.applied)
-        used, overflow = self._loss_scale.value, self._loss_scale.update(ready.finite)
-        return UpdateResult(ready.grad_norm, ready.applied, used, overflow)
+            return result
+        scale, overflow = self._loss_scale.value, self._loss_scale.update(ready.finite)
+        return replace(result, loss_scale=scale, overflow=overflow)
 
     def restore_gradients(self, ready: ReadyUpdate) -> None:
         """Restore the gradients of a deferred update."""

@@ -82,12 +82,10 @@ class _Rank:
         if poisoned and self.topology.rank == self.topology.world_size - 1:
             batches[0][0, 0] = float("nan")
         self.state.progress.step = step + 1
-        result = take_step(
-            self.run_step, iter(batches), self.assignment, LR, Flags(False, False, step)
-        )
+        result = take_step(self.run_step, iter(batches), self.assignment, LR, Flags(step))
         if average:
             self.exchange.average()
-        return result.applied
+        return result.update.applied
 
     def digests(self) -> set[bytes]:
         """Return the digests of all ranks' states; one digest if they are replicas."""
@@ -203,7 +201,7 @@ def test_averaging_after_each_step_equals_steps_with_the_mean_gradient(
     for number in range(5):
         rank.step(number, average=True)
         batches = [_batch(number, j) for j in dense.assignment]
-        take_step(step, iter(batches), dense.assignment, LR, Flags(False, False, number))
+        take_step(step, iter(batches), dense.assignment, LR, Flags(number))
         for parameter, expected in zip(
             rank.state.model.parameters(), model.parameters(), strict=True
         ):

@@ -98,9 +98,7 @@ class _Rank:
         last = self._topology.rank == self._topology.world_size - 1
         factors = {next(iter(self._assignment)): 1e4 if overflows and last else 0.1}
         batches = [_batch(step, j, factors.get(j, 0.1)) for j in self._assignment]
-        return take_step(
-            self._step, iter(batches), self._assignment, 0.01, Flags(False, False, step)
-        )
+        return take_step(self._step, iter(batches), self._assignment, 0.01, Flags(step))
 
     def digests(self) -> set[bytes]:
         """Return the digests of all ranks' states; one digest if they are replicas."""
@@ -146,13 +144,13 @@ EXCHANGES = {
 def test_overflow_on_one_rank_skips_the_step_on_all_ranks(topology: Topology, name: str) -> None:
     exchange = EXCHANGES[name]
     rank = _Rank(topology, "fp16", exchange)
-    assert rank.step(0).applied
+    assert rank.step(0).update.applied
     before = rank.copy()
     scales = []
     for step in range(1, 4):
         result = rank.step(step, overflows=True)
-        assert not result.applied and result.overflow
-        scales.append(result.loss_scale)
+        assert not result.update.applied and result.update.overflow
+        scales.append(result.update.loss_scale)
         assert len(rank.digests()) == 1
     assert scales == [FIRST, FIRST, FIRST / 2]
     after = rank.copy()
@@ -164,8 +162,8 @@ def test_overflow_on_one_rank_skips_the_step_on_all_ranks(topology: Topology, na
     resumed = _resumed(rank, topology, "fp16", exchange)
     for step in range(4, 7):
         one, other = rank.step(step), resumed.step(step)
-        assert one.applied and one.loss_scale == other.loss_scale == FIRST / 4
-        assert one.grad_norm == other.grad_norm < 100
+        assert one.update.applied and one.update.loss_scale == other.update.loss_scale == FIRST / 4
+        assert one.update.grad_norm == other.update.grad_norm < 100
     assert _equal(rank.copy(), resumed.copy()) and len(rank.digests()) == 1
     assert not _equal(kept[0], {p: t for p, t in rank.copy().items() if p not in changing})
 
@@ -179,11 +177,11 @@ def test_ranks_with_bfloat16_parameters_stay_identical_and_resume(
     alone = _Rank(topology, "float32", exchange)
     for step in range(3):
         result, expected = rank.step(step), alone.step(step)
-        assert result.applied and result.values["loss"] == pytest.approx(
+        assert result.update.applied and result.values["loss"] == pytest.approx(
             expected.values["loss"], rel=0.03
         )
         if exchange.compression == "none":
-            assert result.grad_norm == pytest.approx(expected.grad_norm, rel=0.03)
+            assert result.update.grad_norm == pytest.approx(expected.update.grad_norm, rel=0.03)
     assert len(rank.digests()) == 1
     resumed = _resumed(rank, topology, "bf16-params", exchange)
     for step in range(3, 6):

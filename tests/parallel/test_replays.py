@@ -134,7 +134,7 @@ class _Run:
         while progress.step < STEPS:
             batch, assignment = progress.step + self._passed_over, self._loader.assignment
             batches = self._loader.next_step(batch)
-            flags = Flags(False, False, progress.step, batch=batch)
+            flags = Flags(progress.step, batch=batch)
             try:
                 result = take_step(self._step, batches, assignment, 0.01, flags)
             except StepDiscarded as discarded:

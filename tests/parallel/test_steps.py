@@ -106,7 +106,7 @@ def test_only_frozen_parameters_stay_unchanged(
         own = Assignment(micro_batches, Group(topology.rank, topology.world_size))
         task.frozen = frozen
         before = [p.detach().clone() for p in model[0].parameters()]
-        take_step(step, (_batch(number, j) for j in own), own, 0.05, Flags(False, False, number))
+        take_step(step, (_batch(number, j) for j in own), own, 0.05, Flags(number))
         # A plain loop over all micro-batches, in which only trained parameters have gradients.
         optimizer.zero_grad()
         for j in range(micro_batches):
@@ -161,7 +161,7 @@ def test_head_is_left_alone_in_steps_whose_micro_batches_do_not_use_it(
         batches = [_batch(number, j) for j in range(micro_batches)]
         for j, batch in enumerate(batches):
             batch[0, 0] = batch[0, 0].abs() if j in using else -batch[0, 0].abs()
-        take_step(step, (batches[j] for j in own), own, 0.05, Flags(False, False, number))
+        take_step(step, (batches[j] for j in own), own, 0.05, Flags(number))
         optimizer.zero_grad()
         for batch in batches:
             (task.loss(alone, batch)["loss"] / micro_batches).backward()
@@ -201,13 +201,13 @@ def test_skipped_step_leaves_the_state_of_every_rank_unchanged(topology: Topolog
         batches = [_batch(number, j) for j in own]
         if poisoned and topology.rank == topology.world_size - 1:
             batches[0][0, 0] = float("nan")
-        return take_step(step, iter(batches), own, 0.05, Flags(False, False, number))
+        return take_step(step, iter(batches), own, 0.05, Flags(number))
 
-    assert run(0, poisoned=False).applied
+    assert run(0, poisoned=False).update.applied
     before = _state(model, optimizer)
-    assert not run(1, poisoned=True).applied
+    assert not run(1, poisoned=True).update.applied
     assert all(gather_json(_state(model, optimizer) == before, "as before"))
-    assert run(2, poisoned=False).applied
+    assert run(2, poisoned=False).update.applied
     after = _state(model, optimizer)
     assert after.keys() == before.keys() and all(after[name] != before[name] for name in before)
 
@@ -233,9 +233,7 @@ def test_weighted_loss_is_averaged_over_the_global_batch(topology: Topology, sha
     optimizer = _optimizer(alone, "sgd")
     for number in range(3):
         own = Assignment(micro_batches, Group(topology.rank, topology.world_size))
-        result = take_step(
-            step, (_batch(number, j) for j in own), own, 0.05, Flags(False, False, number)
-        )
+        result = take_step(step, (_batch(number, j) for j in own), own, 0.05, Flags(number))
         batches = [_batch(number, j) for j in range(micro_batches)]
         rows = torch.cat(batches)
         optimizer.zero_grad()
@@ -274,4 +272,4 @@ def test_mix_of_mean_and_weighted_losses_is_refused_on_every_rank(topology: Topo
         batches[0][0, 0] = 0
     message = f"'loss' was .sum, weight. for {micro_batches - 1} and a mean for 1 of"
     with pytest.raises(AgreedError, match=message):
-        take_step(step, iter(batches), own, 0.05, Flags(False, False, 0))
+        take_step(step, iter(batches), own, 0.05, Flags(0))

@@ -111,11 +111,11 @@ def _step(
         for number in range(2):
             device.waits.clear()
             on_device = (to_device(batches(), META) for _ in range(PASSES))
-            step.begin(on_device, assignment, Flags(False, False, number))
+            step.begin(on_device, assignment, Flags(number))
             step.train()
             assert all(p.grad is None or p.grad.is_meta for p in model.parameters())
             step.exchange()
-            assert step.end(1e-3).applied
+            assert step.end(1e-3).update.applied
     for parameter in model.parameters():
         assert parameter.grad is not None and parameter.grad.dtype == parameter.dtype
     return device

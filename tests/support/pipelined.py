@@ -192,7 +192,7 @@ def run(case: Case, passes: Passes) -> Seen:
         passes.buffers.keep()
         optimizer.zero_grad()
         control = ControlVector(
-            Flags(False, False, step), BatchUsage(count), Sizes(2, 0, passes.statistics.numel),
+            Flags(step), BatchUsage(count), Sizes(2, 0, passes.statistics.numel),
             _context(),
         )  # fmt: skip
         values = Totals(control.totals.values.parts[:, :, : len(passes.forward.names)])

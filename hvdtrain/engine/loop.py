@@ -6,7 +6,7 @@
             with parallel.shard.stage 1 each rank updates a shard, and all ranks receive the other
             shards after the step is counted;
             with local SGD the ranks step on their own, and their states are averaged
-            periodically (local_steps.py)
+            periodically (local_sgd.py)
         step += 1
         for each callback, in the order of the list:
             on_step(loop, record)      evaluate adds to the record, log writes it,
@@ -58,7 +58,7 @@ from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.replay import StepDiscarded
 from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.engine.spikes import Spike, exceeds, loss_limit, passed_over
-from hvdtrain.engine.step import NO_REQUESTS, AppliedSteps, Flags, Requests, StepResult
+from hvdtrain.engine.step import NO_REQUESTS, AppliedSteps, Flags, Requests, StepResult, TrainStep
 from hvdtrain.errors import EXIT_NOT_FINITE, UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError, RankLostError
@@ -185,31 +185,6 @@ class Progress:
         kept = asdict(self)
         del kept["preempted"], kept["record"], kept["spike"]
         return kept
-
-
-class Stepper(Protocol):
-    """Takes optimizer steps: TrainStep, or LocalSteps, which wraps it. See there."""
-
-    def begin(self, batches: Iterator[Batch], assignment: Assignment, flags: Flags) -> None: ...
-
-    def train(self) -> None: ...
-
-    def passes(self) -> RankPasses: ...
-
-    def exchange(self) -> None: ...
-
-    def fail(self) -> None: ...
-
-    def end(
-        self,
-        lr: float | None,
-        advance: Callable[[StepResult], None] = ...,
-        loss_limit: float | None = ...,
-    ) -> StepResult: ...
-
-    def complete(self) -> None: ...
-
-    def due(self, step: int, every: int) -> bool: ...
 
 
 class ScriptIteration(Protocol):
@@ -522,7 +497,7 @@ class Loop:
     """Run steps and call the callbacks.
 
     Args:
-        stepper: takes the steps, and calls `_advance` when the state changes.
+        step: takes the steps, and calls `_advance` when the state changes.
         loader: this rank's micro-batches, from `progress.samples` on.
         applied: compared with `progress` before each step.
         iteration: of a script with its own loop; None: the built-in loop.
@@ -539,7 +514,7 @@ class Loop:
     def __init__(
         self,
         plan: TrainingPlan,
-        stepper: Stepper,
+        step: TrainStep,
         loader: StepLoader,
         progress: Progress,
         applied: AppliedSteps,
@@ -555,7 +530,7 @@ class Loop:
         self.topology = context.mesh.topology
         self.progress = progress
         self._applied = applied
-        self._stepper = stepper
+        self._step = step
         self._loader = loader
         self._learning_rate = plan.learning_rate
         self._step_samples = plan.step_samples
@@ -610,9 +585,9 @@ class Loop:
         """Whether an action on the state, taken every `every` steps, is due after this step.
 
         It is due after each step whose number is a multiple of `every`, or if the ranks' states
-        differ then (local_steps.py), after the next step at which they are equal.
+        differ then (local_sgd.py), after the next step at which they are equal.
         """
-        return self._stepper.due(self.progress.step, every)
+        return self._step.due(self.progress.step, every)
 
     @property
     def ranks_in_sync(self) -> bool:
@@ -715,28 +690,28 @@ class Loop:
         self._began = time.perf_counter()
         progress = self.progress
         flags = Flags(progress.step, progress.batch, self._interruptions.requests())
-        self._stepper.begin(self._loader.next_step(flags.batch), self.assignment, flags)
+        self._step.begin(self._loader.next_step(flags.batch), self.assignment, flags)
 
     def train_step(self) -> None:
         """Run the passes with the task's loss."""
-        self._stepper.train()
+        self._step.train()
 
     def open_passes(self) -> RankPasses:
         """Return the passes for a caller that computes the losses."""
         if self._iteration is not None:
             self._iteration.enter()
-        return self._stepper.passes()
+        return self._step.passes()
 
     def exchange(self) -> None:
         """Exchange the gradients, after all passes of this rank."""
         facts = self._loader.end_step()
         if facts is not None and self.topology.world_size > 1:
             require_same_samples(facts, self.topology)
-        self._stepper.exchange()
+        self._step.exchange()
 
     def fail_step(self) -> None:
         """End a step whose passes or exchange have failed."""
-        self._stepper.fail()
+        self._step.fail()
 
     def keep_for_repetition(self) -> None:
         """Keep the state, which the rest of a script's iteration may change."""
@@ -749,9 +724,10 @@ class Loop:
         config, rate = self.train.spike, self._learning_rate(progress.step)
         skips = progress.spikes_in_a_row < config.most_in_a_row
         limit = loss_limit(config, progress.losses) if skips else None
-        result = self._stepper.end(rate, self._advance, limit)
+        result = self._step.end(rate, self._advance, limit)
         try:
-            self._stepper.complete()
+            last = progress.step >= self.train.steps
+            self._step.complete(progress.step, any(result.requests) or last)
         finally:
             # The step counts even if the other ranks' parameters did not arrive.
             progress.record = self._record(result, time.perf_counter() - self._began)

@@ -18,7 +18,7 @@ TrainStep runs a step in this order:
    (parallel/agreement.py).
 7. Update parameters, optimizer state and progress without communication (TrainStep._commit).
 8. With parallel.shard.stage 1, gather the parameters that other ranks updated (TrainStep.complete,
-   which the loop calls). With local SGD, average the ranks' states if it is due (local_steps.py).
+   which the loop calls). With local SGD, average the ranks' states if it is due (local_sgd.py).
 
 If a rank is lost in 2 to 6, the step raises RankLostError and leaves the state as it was before the
 step (local SGD: see below). An elastic run then continues in a new generation
@@ -139,8 +139,7 @@ class TrainStep:
     A step that is skipped (its gradient was not finite, or its loss is a spike) leaves parameters,
     optimizer state and saved buffers (see SavedBuffers) bitwise identical to their values before
     the step, on every rank. So does a step that fails, on each rank that has not applied the
-    update: with an Agreement, other ranks may have applied it. (LocalSteps wraps the step for local
-    SGD.)
+    update: with an Agreement, other ranks may have applied it. (For local SGD see LocalSgd.)
 
     Args:
         batch: sizes of a step and of a micro-batch.
@@ -458,22 +457,21 @@ class TrainStep:
         return result
 
     def due(self, step: int, every: int) -> bool:
-        """Whether an action on the state that is taken every `every` steps is due after this step.
+        """See Exchange."""
+        return self._exchange.due(step, every)
 
-        With local SGD, LocalSteps.due replaces it: the ranks' states are identical only after an
-        average. Checkpoints have an interval of their own (callbacks/checkpoint.py).
-        """
-        return step % every == 0
-
-    def complete(self) -> None:
-        """After a counted step, give every rank the parameters that other ranks have updated.
+    def complete(self, step: int, pauses: bool) -> None:
+        """After a counted step, give every rank what other ranks have updated, see Exchange.
 
         Raises:
-            RankLostError: another rank is gone; this rank's shard is already updated.
+            RankLostError: another rank is gone; this rank's parameters are already updated.
         """
         if self._sharded is not None:
             with self._context.timer.inside(self._exposed):
                 self._sharded.gather()
+        if self._exchange.diverged:
+            with self._context.timer.inside(self._exposed):
+                self._exchange.end_step(step, pauses)
 
 
 @dataclass

@@ -67,12 +67,14 @@ class Exchange:
 
     Attributes:
         same_gradients: after `reduce` all ranks have the same gradients.
+        diverged: each rank has its own parameters and optimizer state, see LocalSgd.
         inflight_seconds: from the start of the first bucket to the end of the last one, summed over
             the steps so far; an upper bound of the communication time.
         bytes: size of the gradients exchanged in these steps, in their wire format.
     """
 
     same_gradients = True
+    diverged = False
 
     def __init__(self, trained: TrainedParameters) -> None:
         self.trained = trained
@@ -122,6 +124,24 @@ class Exchange:
 
     def commit(self, applied: bool) -> None:
         """Complete a step, after the update or after it was skipped (gradient not finite)."""
+
+    def end_step(self, step: int, pauses: bool) -> None:
+        """Make the ranks' states equal again if it is due; called after a step while `diverged`.
+
+        Args:
+            step: steps done so far.
+            pauses: the run or the generation ends with this step.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether an action on the state that is taken every `every` steps is due after this step.
+
+        Checkpoints have an interval of their own (engine/callbacks/checkpoint.py).
+        """
+        return step % every == 0
 
     def abort(self) -> None:
         """Discard what a failed step has left, so that the next step can begin.

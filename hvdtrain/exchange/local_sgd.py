@@ -52,9 +52,13 @@ class LocalSgd(Exchange):
     The inner optimizer's state (momenta, second moments) is averaged too. If each rank kept its
     own, as in DiLoCo's paper, a rank that joins would have none, and a checkpoint would fit only
     one number of ranks. With averaging, all ranks are replicas after each average, which all other
-    code relies on (engine/local_steps.py calls it). Convergence is also proven for averaging (Local
-    Adam; Iacob et al., arXiv:2505.22549, compare both). The cost is bytes: with AdamW three times
-    the bytes of the parameters.
+    code relies on. Convergence is also proven for averaging (Local Adam; Iacob et al.,
+    arXiv:2505.22549, compare both). The cost is bytes: with AdamW three times the bytes of the
+    parameters.
+
+    The states are averaged every `every` steps, and after a step with which the run or the
+    generation ends. In between, a step that fails may change some of the state, and Snapshot holds
+    the state to restore.
 
     Buffers are not changed: BatchNorm's statistics are averaged in each step, see BatchStatistics.
 
@@ -142,6 +146,17 @@ class LocalSgd(Exchange):
         self._all_passes += self._passes
         # Others are frozen, or a script has deleted their gradients on all ranks.
         self._moved.update(p for p in self.parameters if p.grad is not None)
+
+    def end_step(self, step: int, pauses: bool) -> None:
+        if pauses or step % self.every == 0:
+            self.average()
+
+    def due(self, step: int, every: int) -> bool:
+        """Postpone an action that was due between two averages to the second one."""
+        if self.diverged:
+            return False
+        before = (step - 1) // self.every * self.every
+        return step // every > before // every
 
     @torch.no_grad()
     def average(self) -> None:

@@ -21,7 +21,6 @@ from hvdtrain.engine.changing_buffers import ChangingBuffers
 from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.engine.iteration import Iteration
-from hvdtrain.engine.local_steps import LocalSteps
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, TrainingPlan
 from hvdtrain.engine.memory import arrange_activations, compile_blocks
 from hvdtrain.engine.replay import Replay, ReplayActions, ReplayPlan
@@ -289,9 +288,7 @@ def build_loop(
             resolved.epoch_samples,
             config.seed,
         ),
-        LocalSteps(step, exchange, config.train.steps, context)
-        if isinstance(exchange, LocalSgd)
-        else step,
+        step,
         loader,
         state.progress,
         state.applied,

@@ -13,13 +13,11 @@ from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.integrity import TensorHash
-from hvdtrain.engine.local_steps import LocalSteps
-from hvdtrain.engine.loop import Progress, Step
+from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import Flags, StepResult, TrainStep, Update
 from hvdtrain.exchange.build import build_exchange
 from hvdtrain.exchange.config import ExchangeConfig
-from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.optim.config import PrecisionConfig
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.precision import MasterWeights, build_precision, to_bfloat16
@@ -81,16 +79,13 @@ class _Rank:
         self.state = RunState(model, optimizer, Progress(), {}, further)
         context = replicated(topology)
         exact = exchange.exact
-        step = TrainStep(
+        self._step = TrainStep(
             Accumulate(task, model, micro_batches, context, exact, self.precision),
             self.exchange,
             Update(optimizer, self.exchange, 1.0, scale),
             batch,
             context,
         )
-        self._step: Step = step
-        if isinstance(self.exchange, LocalSgd):
-            self._step = LocalSteps(step, self.exchange, 100, context)
         self._assignment = Assignment(micro_batches, Group(topology.rank, topology.world_size))
 
     def step(self, step: int, overflows: bool = False) -> StepResult:
@@ -98,7 +93,9 @@ class _Rank:
         last = self._topology.rank == self._topology.world_size - 1
         factors = {next(iter(self._assignment)): 1e4 if overflows and last else 0.1}
         batches = [_batch(step, j, factors.get(j, 0.1)) for j in self._assignment]
-        return take_step(self._step, iter(batches), self._assignment, 0.01, Flags(step))
+        result = take_step(self._step, iter(batches), self._assignment, 0.01, Flags(step))
+        self._step.complete(step + 1, pauses=False)
+        return result
 
     def digests(self) -> set[bytes]:
         """Return the digests of all ranks' states; one digest if they are replicas."""

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hvdtrain.data.assignment import Assignment
-from hvdtrain.engine.loop import Stepper
-from hvdtrain.engine.step import Flags, StepResult
+from hvdtrain.engine.step import Flags, StepResult, TrainStep
 
 
 def take_step(
-    stepper: Stepper,
+    step: TrainStep,
     batches: Iterator[Any],
     assignment: Assignment,
     lr: float,
@@ -19,11 +18,11 @@ def take_step(
     advance: Callable[[StepResult], None] = lambda result: None,
 ) -> StepResult:
     """Take one step with the task's loss."""
-    stepper.begin(batches, assignment, flags)
+    step.begin(batches, assignment, flags)
     try:
-        stepper.train()
-        stepper.exchange()
+        step.train()
+        step.exchange()
     except Exception:
-        stepper.fail()
+        step.fail()
         raise
-    return stepper.end(lr, advance)
+    return step.end(lr, advance)

@@ -11,6 +11,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.version import __version__ as __version__
+
 
 def _put_python_first() -> None:
     """Let Python's own modules come before those of the current directory.
@@ -50,20 +52,18 @@ if TYPE_CHECKING:
     from hvdtrain.api.training import Training as Training
     from hvdtrain.api.training import training as training
 
-__version__ = "0.1.0"
 __all__ = ["Run", "RunResult", "Training", "run", "training"]
 
 _PLACES = {
     "Run": "hvdtrain.api.run",
     "RunResult": "hvdtrain.api.start",
+    "run": "hvdtrain.api.start",
     "Training": "hvdtrain.api.training",
     "training": "hvdtrain.api.training",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "run":
-        return importlib.import_module("hvdtrain.run")  # a callable package, see its docstring
     if name in _PLACES:
         return getattr(importlib.import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")

@@ -161,9 +161,9 @@ def _dispatch(arguments: list[str], is_process: bool) -> int:
 
 def _versions() -> str:
     """Return one line for each part, without importing torch or Horovod."""
-    from hvdtrain import __version__
     from hvdtrain.horovod_wheel.recipe import described, installed_version
     from hvdtrain.launch import mpi
+    from hvdtrain.version import __version__
 
     torch, horovod = installed_version("torch"), installed_version("horovod")
     try:

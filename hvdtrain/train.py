@@ -57,7 +57,7 @@ def _load_run() -> Callable[[Settings, StopFlag, float], int]:
     # Imports create no garbage, and the search for it takes 0.3 of 2.8 s of CPU time.
     gc.disable()
     try:
-        from hvdtrain.run.session import run
+        from hvdtrain.process.session import run
     except ImportError as error:
         raise (of_import(error) or error) from None
     finally:

@@ -73,6 +73,7 @@ from hvdtrain.runtime.environment import launched
 from hvdtrain.runtime.queued_output import flush, say
 from hvdtrain.runtime.signals import ASKING, PAIR_SECONDS, requests
 from hvdtrain.untrusted import real
+from hvdtrain.version import __version__
 
 _CONNECT_SECONDS = 1.5  # to one address of the driver
 _REPLY_SECONDS = 5.0
@@ -369,15 +370,13 @@ class Agent:
                 found = await self._read_driver()
 
     async def _register(self, channel: Channel) -> bool:
-        import hvdtrain
-
         channel.send(
             {
                 "type": "register",
                 "agent": self._id,
                 "host": self._settings.host,
                 "slots": self._settings.slots,
-                "version": hvdtrain.__version__,
+                "version": __version__,
                 "clock": time.time(),
                 "running": {str(rank.number): rank.slot for rank in self._ranks.values()},
                 "ended": {str(number): code for number, code in self._ended.items()},

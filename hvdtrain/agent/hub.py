@@ -32,13 +32,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-import hvdtrain
 from hvdtrain.agent import protocol
 from hvdtrain.agent.connections import DriverConnections, ServerThread
 from hvdtrain.agent.failure_detector import FailureDetector, Silence
 from hvdtrain.agent.protocol import Channel, Message
 from hvdtrain.runtime.clock import Clock
 from hvdtrain.untrusted import checked, printable
+from hvdtrain.version import __version__
 
 RETURN_SECONDS = 0.5
 # The same for an agent that the hub has started: its end is noticed before.
@@ -406,8 +406,8 @@ class Hub(ServerThread):
             if not all(number.isdecimal() for number in (*found.running, *found.ended)):
                 raise ValueError("processes have numbers")
             known = self._agents.get(found.host)
-            if found.version != hvdtrain.__version__:
-                problem = f"the driver's hvdtrain is {hvdtrain.__version__}, not {found.version}"
+            if found.version != __version__:
+                problem = f"the driver's hvdtrain is {__version__}, not {found.version}"
             elif self._start_agent and found.launch != self._launches.get(found.host):
                 problem = "another agent has replaced it"
             elif not 0 < len(found.host) <= _HOST_CHARACTERS or found.slots < 1:

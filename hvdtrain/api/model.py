@@ -11,7 +11,7 @@ from hvdtrain.checkpoint.spread import as_in
 from hvdtrain.checkpoint.weights import read_weights
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
-from hvdtrain.run.data import build_task
+from hvdtrain.process.data import build_task
 from hvdtrain.runtime.tensor_shards import model_tensors
 from hvdtrain.tasks.language_model import LanguageModel
 

@@ -50,8 +50,8 @@ from hvdtrain.errors import UserError, crash
 from hvdtrain.log import logger
 from hvdtrain.optim.several import SeveralOptimizers
 from hvdtrain.optim.state_dicts import members
-from hvdtrain.run.prepare import prepare_environment
-from hvdtrain.run.session import Session
+from hvdtrain.process.prepare import prepare_environment
+from hvdtrain.process.session import Session
 from hvdtrain.runtime.collectives import AgreedError, RankLostError
 from hvdtrain.runtime.device import random_numbers_kept, random_state, seed_all
 from hvdtrain.runtime.environment import forget_launcher, launched_size, process_start

@@ -12,11 +12,11 @@ from hvdtrain import log
 from hvdtrain.bench.plain import finish
 from hvdtrain.config import Settings
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, StepRecord
-from hvdtrain.run import build
-from hvdtrain.run.callbacks import Outputs, build_callbacks
-from hvdtrain.run.prepare import Start, prepare, prepare_environment
-from hvdtrain.run.recorder import RunRecorder
-from hvdtrain.run.strategy import build_strategy
+from hvdtrain.process import build
+from hvdtrain.process.callbacks import Outputs, build_callbacks
+from hvdtrain.process.prepare import Start, prepare, prepare_environment
+from hvdtrain.process.recorder import RunRecorder
+from hvdtrain.process.strategy import build_strategy
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.init import initialize

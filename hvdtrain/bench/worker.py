@@ -55,7 +55,7 @@ def _overhead(settings: Settings, steps: int, rounds: int, directory: Path) -> d
 
     from hvdtrain.bench.app import AppLoop
     from hvdtrain.bench.plain import PlainLoop
-    from hvdtrain.run.data import build_data
+    from hvdtrain.process.data import build_data
 
     settings.config.train.duration = IDENTICAL_AFTER + rounds * steps
     task, datasets = build_data(settings)
@@ -95,7 +95,7 @@ def _rate_of_plain(
 
     from hvdtrain.bench.plain import PlainLoop, join_ranks
     from hvdtrain.parallel.world import leave
-    from hvdtrain.run.data import build_task
+    from hvdtrain.process.data import build_task
 
     device = join_ranks(settings.config.runtime.device)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -233,7 +233,7 @@ def _memory_of_plain(settings: Settings, steps: int, _: int, directory: Path) ->
     import torch
 
     from hvdtrain.bench.plain import PlainLoop
-    from hvdtrain.run.data import build_task
+    from hvdtrain.process.data import build_task
     from hvdtrain.runtime.memory import resident_peak
 
     settings.config.train.duration = steps

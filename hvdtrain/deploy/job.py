@@ -12,10 +12,10 @@ from pathlib import Path
 
 import jinja2
 
-import hvdtrain
 from hvdtrain.errors import UserError
 from hvdtrain.launch import mpi
 from hvdtrain.launch.hostfile import Host, total_slots
+from hvdtrain.version import __version__
 
 # Valid as a label of Kubernetes and of DNS, as host names are derived from it. At most 40
 # characters, because programs append to it. PBS accepts at most 15 and reports longer names.
@@ -140,7 +140,7 @@ class Job:
     @property
     def container(self) -> str:
         """Image of a job that runs only in containers."""
-        return self.image or f"hvdtrain:{hvdtrain.__version__}"
+        return self.image or f"hvdtrain:{__version__}"
 
     @property
     def run(self) -> str:

@@ -18,7 +18,7 @@ from hvdtrain.doctor.session import HostSession, opened, together
 from hvdtrain.errors import UserError, crash
 from hvdtrain.launch.discovery import is_this_host
 from hvdtrain.launch.hostfile import Host, first_slots
-from hvdtrain.run.resolve import with_global_batch
+from hvdtrain.process.resolve import with_global_batch
 from hvdtrain.runtime.machine import resolve
 
 LIBRARIES, NETWORK, ALONE, SUMS = "libraries", "network", "alone", "all-reduce"

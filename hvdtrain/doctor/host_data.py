@@ -31,8 +31,8 @@ def main(argv: list[str]) -> int:
     """Print the result of `fingerprint`."""
     from hvdtrain.config import parse
     from hvdtrain.errors import UserError
-    from hvdtrain.run.data import build_data
-    from hvdtrain.run.resolve import dataset_size
+    from hvdtrain.process.data import build_data
+    from hvdtrain.process.resolve import dataset_size
 
     try:
         datasets = build_data(parse(argv))[1]

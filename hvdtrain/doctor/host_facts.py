@@ -24,13 +24,13 @@ from typing import Any
 
 import psutil
 
-import hvdtrain
 from hvdtrain.errors import UserError
 from hvdtrain.files import FileLock
 from hvdtrain.horovod_wheel.recipe import installed_version
 from hvdtrain.launch import mpi
 from hvdtrain.runtime import machine
 from hvdtrain.runtime.machine import addresses_by_interface, resolve, source_towards
+from hvdtrain.version import __version__
 
 _PACKAGES = ("torch", "horovod", "numpy", "mpi4py")
 _FIREWALLS = ("firewall-cmd", "ufw", "nft", "iptables")
@@ -80,8 +80,7 @@ def gather(hosts: list[str]) -> dict[str, Any]:
         "firewalls": [name for name in _FIREWALLS if shutil.which(name, path=_with_sbin())],
         "python": ".".join(map(str, sys.version_info[:3])),
         "code": _digest(),
-        "versions": {"hvdtrain": hvdtrain.__version__}
-        | {n: installed_version(n) for n in _PACKAGES},
+        "versions": {"hvdtrain": __version__} | {n: installed_version(n) for n in _PACKAGES},
         "mpi": _mpi(),
         "cores": machine.cores(),
         "processors": os.cpu_count(),
@@ -153,7 +152,7 @@ def _with_sbin() -> str:
 
 def _digest() -> str:
     """Digest of hvdtrain's own source files."""
-    package, content = Path(hvdtrain.__file__).parent, hashlib.sha256()
+    package, content = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         content.update(str(path.relative_to(package)).encode() + path.read_bytes())
     return content.hexdigest()[:12]

@@ -20,8 +20,8 @@ callbacks/checkpoint.py decides when a checkpoint is due, from its own interval,
 `Loop.ranks_in_sync`, `Loop.preempted` and `Loop.ending`.
 
 If a rank is lost, the collective in progress raises RankLostError (HorovodInternalError), which
-leaves `run` unhandled; run/session.py handles it and joins the next generation. A step that was not
-counted yet is repeated (or its deferred update is applied, see step.py). If it was counted, the
+leaves `run` unhandled; process/session.py handles it and joins the next generation. A step that was
+not counted yet is repeated (or its deferred update is applied, see step.py). If it was counted, the
 next loop repeats only its callbacks, with Progress.record.
 
 The loop and all its decisions are identical on every rank: a decision depends on the configuration,

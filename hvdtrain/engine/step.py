@@ -21,12 +21,11 @@ TrainStep runs a step in this order:
    which the loop calls). With local SGD, average the ranks' states if it is due (local_sgd.py).
 
 If a rank is lost in 2 to 6, the step raises RankLostError and leaves the state as it was before the
-step (local SGD: see below). An elastic run then continues in a new generation
-(run/session.py), which repeats the step; any other run ends. If another rank passed the wait in 6
-and applied the update, this rank applies its deferred update (Agreement.catch_up). If a rank is
-lost in 8, the step counts, and the next generation completes the parameters
-(zero_state.redistribute). With local SGD, a rank lost in any of these returns all ranks to their
-last common state (KeepCommonState).
+step (local SGD: see below). An elastic run then continues in a new generation (process/session.py),
+which repeats the step; any other run ends. If another rank passed the wait in 6 and applied the
+update, this rank applies its deferred update (Agreement.catch_up). If a rank is lost in 8, the step
+counts, and the next generation completes the parameters (zero_state.redistribute). With local SGD,
+a rank lost in any of these returns all ranks to their last common state (KeepCommonState).
 
 RankLostError is another name of Horovod's HorovodInternalError (runtime/collectives.py).
 """

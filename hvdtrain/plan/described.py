@@ -22,7 +22,7 @@ from hvdtrain.plan.job import (
     free_wires,
     require_micro_size,
 )
-from hvdtrain.run.data import build_data
+from hvdtrain.process.data import build_data
 from hvdtrain.tasks import Task, blocks_of, first_batch
 from hvdtrain.telemetry.gpu import PEAKS, peak_flops
 

@@ -154,9 +154,9 @@ def _of_exchange(content: dict[str, Any]) -> Found:
 
 
 def _of_run(path: Path) -> Found:
+    from hvdtrain.process.data import build_data
     from hvdtrain.report.metrics import run_metrics
     from hvdtrain.report.run import read as read_run
-    from hvdtrain.run.data import build_data
 
     run = read_run(path)
     found, ranks = run_metrics(run), run.ranks

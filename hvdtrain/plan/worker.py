@@ -29,7 +29,7 @@ from hvdtrain.exchange.config import STRATEGIES
 from hvdtrain.exchange.wire import WIRES
 from hvdtrain.plan.described import Kept, forward
 from hvdtrain.plan.job import JobProfile, StrategyCost, buckets_of, require_micro_size
-from hvdtrain.run.data import build_data
+from hvdtrain.process.data import build_data
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.init import initialize
 from hvdtrain.runtime.mesh import Topology

@@ -1,9 +1,9 @@
 """Stand-in for torch._dynamo, the tracer behind torch.compile, until a run compiles.
 
 torch's optimizers import torch._dynamo in their first step, only to tell it what not to trace.
-Importing hvdtrain.run.session and taking one AdamW step costs 2.3 s of CPU time and 316 MiB with
-that import, 1.4 s and 245 MiB without it (torch 2.13 on a CPU, median of 6 processes). Every rank
-saves the difference at each start and restart.
+Importing hvdtrain.process.session and taking one AdamW step costs 2.3 s of CPU time and 316 MiB
+with that import, 1.4 s and 245 MiB without it (torch 2.13 on a CPU, median of 6 processes). Every
+rank saves the difference at each start and restart.
 
 A stand-in in sys.modules is the least that does so: torch has no setting that avoids the import
 (TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE are read after it), and importlib's LazyLoader loads

@@ -138,7 +138,7 @@ def exact_models_have_the_same_gradient_each_time(device: torch.device) -> str:
     from hvdtrain.models.vision import ResNet
     from hvdtrain.optim.config import PrecisionConfig
     from hvdtrain.optim.precision import build_precision
-    from hvdtrain.run.repeatable import FirstMicroBatch
+    from hvdtrain.process.repeatable import FirstMicroBatch
     from hvdtrain.runtime.device import use_deterministic_kernels, without_kernel
     from hvdtrain.tasks import Datasets
 

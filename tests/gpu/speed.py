@@ -51,7 +51,7 @@ def measure(flags: list[str], with_plain: bool) -> dict[str, Any]:
     from hvdtrain.bench.plain import PlainLoop
     from hvdtrain.config import parse
     from hvdtrain.engine.flops import count
-    from hvdtrain.run.data import build_data
+    from hvdtrain.process.data import build_data
     from hvdtrain.telemetry.gpu import peak_of
 
     settings = parse(flags)

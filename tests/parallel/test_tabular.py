@@ -17,7 +17,7 @@ from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.errors import UserError
-from hvdtrain.run.data import build_data
+from hvdtrain.process.data import build_data
 from hvdtrain.runtime.collectives import broadcast_json
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.mpi import Alone

@@ -71,7 +71,7 @@ def test_run_stays_callable_after_the_run_package_is_imported() -> None:
     code = """\
 import hvdtrain
 first = hvdtrain.run
-import hvdtrain.run.generation
+import hvdtrain.process.generation
 from hvdtrain import run
 assert first is hvdtrain.run is run
 try:

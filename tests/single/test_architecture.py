@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import hvdtrain
+
 PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 # A package imports only from itself and from packages of lower rows.
 ROWS = [
@@ -16,7 +18,7 @@ ROWS = [
     {"doctor", "plan"},
     {"report", "bench", "top", "deploy", "api", "check"},
     {"audit"},
-    {"run", "supervise"},
+    {"process", "supervise"},
     {"config"},
     {"engine"},
     {"elastic", "exchange", "parallel"},
@@ -25,8 +27,9 @@ ROWS = [
     {"run_files"},
     {"runtime"},
     {"log", "files", "config_files", "config_checks", "config_tiers"},
-    {"errors", "untrusted", "text", "streams", "file_thread"},
+    {"errors", "untrusted", "text", "streams", "file_thread", "version"},
 ]
+EXPORTED = [f"hvdtrain.{name}" for name in ("__version__", *hvdtrain.__all__)]
 LEVEL = {room: -number for number, row in enumerate(ROWS) for room in row}
 # `hvdtrain bench` measures whole programs: it drives the programs of the first row.
 ALLOWED_UPWARDS = {("bench", "train")}
@@ -61,6 +64,8 @@ def test_package_imports_only_from_lower_layers(room: str) -> None:
     wrong = []
     for path in _files():
         for name in _imports(path) if _room(path) == room else ():
+            if name in ("hvdtrain", *EXPORTED):
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}, which imports upwards")
             other = name.split(".")[1] if name.startswith("hvdtrain.") else ""
             if other in (room, "") or other not in LEVEL or (room, other) in ALLOWED_UPWARDS:
                 continue

@@ -20,7 +20,7 @@ from hvdtrain.data.config import BatchConfig, LoaderConfig
 from hvdtrain.data.loader import Loading, TrainLoader
 from hvdtrain.data.validation import ValidationData
 from hvdtrain.errors import UserError
-from hvdtrain.run.resolve import with_steps
+from hvdtrain.process.resolve import with_steps
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.tasks import Datasets
 from tests.support.ragged import TRAIN, VALIDATION, Ragged, Sentences

@@ -16,8 +16,8 @@ from prometheus_client import generate_latest
 from hvdtrain import cli, comm
 from hvdtrain.comm.process import UserCollectives
 from hvdtrain.config import Config
+from hvdtrain.process.exporting import Exported, build_exporter
 from hvdtrain.report.tables import last
-from hvdtrain.run.exporting import Exported, build_exporter
 from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.config import TelemetryConfig

@@ -12,8 +12,8 @@ from hvdtrain.config import parse
 from hvdtrain.config_checks import CHECKS, RANK_CHECKS, Ranks, check_ranks
 from hvdtrain.errors import EXIT_USER, UserError
 from hvdtrain.parallel.config import AXES
-from hvdtrain.run import start_checks
-from hvdtrain.run.start_checks import raise_first
+from hvdtrain.process import start_checks
+from hvdtrain.process.start_checks import raise_first
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.mesh import key_of_degree

@@ -18,8 +18,8 @@ from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.errors import UserError
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.several import SeveralOptimizers
-from hvdtrain.run import start_checks
-from hvdtrain.run.prepare import Prepared
+from hvdtrain.process import start_checks
+from hvdtrain.process.prepare import Prepared
 from hvdtrain.runtime import device
 from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.device import seed_all

@@ -12,7 +12,7 @@ from hvdtrain.checkpoint.layout import best, finished
 from hvdtrain.config import parse
 from hvdtrain.engine.loop import is_best, since_best, with_evaluation
 from hvdtrain.errors import UserError
-from hvdtrain.run.resolve import with_steps
+from hvdtrain.process.resolve import with_steps
 from hvdtrain.tasks import Datasets
 from tests.support.job import Finished
 from tests.support.runs import metrics, run

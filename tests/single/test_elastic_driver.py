@@ -27,7 +27,7 @@ from hvdtrain.elastic.status import (
     Identity,
     ProcessStatus,
 )
-from hvdtrain.run.generation import RankStatus, all_equal, most_advanced
+from hvdtrain.process.generation import RankStatus, all_equal, most_advanced
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 from tests.support.driver_fakes import Rendezvous, SteppedDriver
 

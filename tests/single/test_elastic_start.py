@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 # There may be no GPU here: each process reports the same one.
 SAME_GPU = """
-from hvdtrain.run import session
+from hvdtrain.process import session
 from hvdtrain.tasks.language_model import LanguageModel
 
 session.gpu_of = lambda device: "node1 GPU-1"

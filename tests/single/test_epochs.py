@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
-from hvdtrain.run.resolve import Resolved, RunBuckets, with_steps
+from hvdtrain.process.resolve import Resolved, RunBuckets, with_steps
 from hvdtrain.tasks import Datasets
 from tests.support.runs import metrics, run
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
-from hvdtrain.run.fit import largest_that_fits
+from hvdtrain.process.fit import largest_that_fits
 from tests.support.runs import TINY, losses, run
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 192]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hvdtrain.config import parse
 from hvdtrain.engine.flops import ModelFlops, count
-from hvdtrain.run.build import build_model
-from hvdtrain.run.data import build_data
+from hvdtrain.process.build import build_model
+from hvdtrain.process.data import build_data
 from hvdtrain.tasks import Datasets
 from hvdtrain.telemetry.gpu import GAUGES, PEAKS, peak_flops, readings
 from tests.support.runs import CORPUS, metrics, run

@@ -31,7 +31,7 @@ from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.precision import Precision
-from hvdtrain.run.data import build_data
+from hvdtrain.process.data import build_data
 from hvdtrain.runtime.init import initialize
 from hvdtrain.runtime.mesh import Group, Topology
 from hvdtrain.tasks import Datasets, collate_of

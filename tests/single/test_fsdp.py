@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
 from hvdtrain.parallel.fsdp import Sharding
-from hvdtrain.run.strategy import Spanning
+from hvdtrain.process.strategy import Spanning
 from tests.support.split_models import Variant, compared, whole_blocks
 from tests.support.torch_ranks import on_torch_ranks
 

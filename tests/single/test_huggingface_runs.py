@@ -17,7 +17,7 @@ from hvdtrain.config import parse
 from hvdtrain.data.order import sample_order
 from hvdtrain.data.text import Tokenizer
 from hvdtrain.data.tokens import TokenWindows
-from hvdtrain.run.data import build_data
+from hvdtrain.process.data import build_data
 from hvdtrain.tasks.huggingface_data import IGNORED
 from tests.support.job import Finished, Job
 from tests.support.runs import CORPUS, environment, forked_train, losses, metrics, start, weights

@@ -24,7 +24,7 @@ from hvdtrain.engine.config import MemoryConfig
 from hvdtrain.engine.memory import arrange_activations
 from hvdtrain.errors import UserError
 from hvdtrain.optim.precision import to_bfloat16
-from hvdtrain.run.data import build_data
+from hvdtrain.process.data import build_data
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.tasks import blocks_of
 from hvdtrain.tasks.huggingface import HuggingFace

@@ -12,7 +12,7 @@ from hvdtrain.config import parse
 from hvdtrain.data.images import class_directories, crop, digits, mix
 from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.models.vision import ResNet, VisionTransformer
-from hvdtrain.run.data import build_data
+from hvdtrain.process.data import build_data
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.tasks.image import Image, ImageConfig, ImageTaskConfig
 from tests.support.datasets import cut_off, draw

@@ -29,7 +29,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.name_tables import to_gpt_names
-from hvdtrain.run.resume import load_initial_weights
+from hvdtrain.process.resume import load_initial_weights
 from hvdtrain.runtime.tensor_shards import model_tensors
 from tests.support.runs import REPOSITORY, train
 

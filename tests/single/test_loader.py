@@ -24,7 +24,7 @@ from hvdtrain.data.order import sample_order
 from hvdtrain.data.stream import StreamLoader, StreamState
 from hvdtrain.data.validation import validation_batches, validation_places
 from hvdtrain.errors import UnsupportedTaskError, UserError
-from hvdtrain.run.data import build_datasets
+from hvdtrain.process.data import build_datasets
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.tasks import Datasets
 

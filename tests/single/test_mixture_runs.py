@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from hvdtrain import cli
 from hvdtrain.config import parse
 from hvdtrain.data.order import MixedOrder, build_order, specification_of
-from hvdtrain.run.build import build_model
-from hvdtrain.run.data import build_data
+from hvdtrain.process.build import build_model
+from hvdtrain.process.data import build_data
 from tests.support.job import Job
 from tests.support.mixed import RARE, write
 from tests.support.runs import environment, forked_train, metrics, run, weights

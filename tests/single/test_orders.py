@@ -32,7 +32,7 @@ from hvdtrain.data.order import (
 )
 from hvdtrain.data.tokens import TokenWindows
 from hvdtrain.errors import UserError
-from hvdtrain.run.resolve import build_buckets, build_specification, with_steps
+from hvdtrain.process.resolve import build_buckets, build_specification, with_steps
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.tasks import Datasets
 

@@ -11,7 +11,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
-from hvdtrain.run.resolve import with_global_batch
+from hvdtrain.process.resolve import with_global_batch
 from tests.support.job import Job
 from tests.support.runs import environment, forked_train, metrics, run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch.mpi import HOSTS_VARIABLE
-from hvdtrain.run import placement
+from hvdtrain.process import placement
 from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.mesh import Topology
 from tests.support.runs import TINY, start

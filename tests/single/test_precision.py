@@ -13,7 +13,7 @@ import torch
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
 from hvdtrain.optim import precision
-from hvdtrain.run.prepare import _build_precision
+from hvdtrain.process.prepare import _build_precision
 from hvdtrain.telemetry.gpu import gain_of_bf16
 from tests.support.job import Finished, Job
 from tests.support.runs import REPOSITORY, TINY, environment, metrics, run, train
@@ -156,7 +156,7 @@ def test_float32_on_a_gpu_with_bfloat16_units_is_reported(
 
 # There may be no GPU here: the device reports a gain.
 GAIN = """
-from hvdtrain.run import build
+from hvdtrain.process import build
 from hvdtrain.tasks.language_model import LanguageModel
 
 build.gain_of_bf16 = lambda device, dtype: "about 15 times as fast"

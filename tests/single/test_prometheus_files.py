@@ -19,8 +19,8 @@ from prometheus_client import generate_latest
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.config import Config
 from hvdtrain.engine.callbacks import copies
-from hvdtrain.run.exporting import Exported, build_exporter
-from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.process.exporting import Exported, build_exporter
+from hvdtrain.process.recorder import RunRecorder
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.memory import PeakMemory

@@ -11,7 +11,7 @@ import pytest
 
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.errors import EXIT_CRASH, UserError
-from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.process.recorder import RunRecorder
 from hvdtrain.run_files.events_file import read_lines
 from hvdtrain.run_files.run_directory import RunDirectory
 

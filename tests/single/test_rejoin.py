@@ -19,9 +19,9 @@ from hvdtrain.elastic.membership import Membership
 from hvdtrain.elastic.rendezvous import DriverAddress
 from hvdtrain.elastic.status import TRAINING, Identity
 from hvdtrain.parallel.agreement import Agreement
-from hvdtrain.run import session
-from hvdtrain.run.session import Failure, Rejoin
-from hvdtrain.run.strategy import Replicated, Spanning
+from hvdtrain.process import session
+from hvdtrain.process.session import Failure, Rejoin
+from hvdtrain.process.strategy import Replicated, Spanning
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.heartbeat import Heartbeat

@@ -89,4 +89,4 @@ def test_package_citation_and_changelog_have_one_version() -> None:
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
     (newest, *_) = re.findall(r"^## (\S+)$", (REPOSITORY / "CHANGELOG.md").read_text(), re.M)
     assert newest in ("Unreleased", VERSION)
-    assert "version = attr: hvdtrain.__version__" in (REPOSITORY / "setup.cfg").read_text()
+    assert "version = attr: hvdtrain.version.__version__" in (REPOSITORY / "setup.cfg").read_text()

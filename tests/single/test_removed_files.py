@@ -15,7 +15,7 @@ from hvdtrain import cli, log
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.layout import finished, verify
 from hvdtrain.files import FileLock, is_open_at
-from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.process.recorder import RunRecorder
 from hvdtrain.run_files import ownership
 from hvdtrain.run_files.events_file import EventsFile, read_lines
 from hvdtrain.run_files.metrics_file import MetricsFile

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hvdtrain.errors import EXIT_USER, UserError
 from hvdtrain.optim.precision import FLOAT32
-from hvdtrain.run.repeatable import FirstMicroBatch, check_repeatable
+from hvdtrain.process.repeatable import FirstMicroBatch, check_repeatable
 from hvdtrain.tasks import Task
 from tests.support.job import Finished
 from tests.support.runs import losses, run
@@ -29,7 +29,7 @@ FLAGS = [
 
 @pytest.fixture(autouse=True)
 def warnings_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("hvdtrain.run.repeatable.CHECKED", ("cpu",))
+    monkeypatch.setattr("hvdtrain.process.repeatable.CHECKED", ("cpu",))
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -32,7 +32,7 @@ from hvdtrain.engine.replay import (
 )
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.config import ExchangeConfig
-from hvdtrain.run.resolve import with_replays
+from hvdtrain.process.resolve import with_replays
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.tasks import Datasets
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hvdtrain.elastic.processes import TrainingProcess, choose
 from hvdtrain.elastic.status import Identity, ProcessStatus
 from hvdtrain.parallel.shards import ShardLostError, ShardMap, Transfer, placeholder, plan_transfers
-from hvdtrain.run.strategy import ShardStatus, arrange
+from hvdtrain.process.strategy import ShardStatus, arrange
 from hvdtrain.runtime.mesh import Grid
 
 IDENTITY = Identity("cpu", "digest", 8, None)

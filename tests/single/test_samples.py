@@ -28,7 +28,7 @@ from hvdtrain.data.config import LoaderConfig
 from hvdtrain.data.sample_facts import SampleFacts
 from hvdtrain.data.samples import facts_of, open_files, values_of
 from hvdtrain.errors import UserError
-from hvdtrain.run.data import build_datasets
+from hvdtrain.process.data import build_datasets
 from hvdtrain.tasks import Datasets
 from tests.support import runs, warm
 from tests.support.job import Finished

@@ -23,7 +23,7 @@ from hvdtrain.data.order import sample_order
 from hvdtrain.engine.config import SpikeConfig
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.spikes import exceeds, loss_limit, passed_over, rolled_back
-from hvdtrain.run.exporting import Exported, build_exporter
+from hvdtrain.process.exporting import Exported, build_exporter
 from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.mesh import key_of_degree
 from hvdtrain.runtime.phases import PhaseTimer

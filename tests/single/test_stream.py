@@ -26,7 +26,7 @@ from hvdtrain.data.loader import Loading, has_own_order
 from hvdtrain.data.stream import Position, StreamLoader, StreamState, has_state
 from hvdtrain.data.validation import validation_batches, validation_places
 from hvdtrain.errors import UnsupportedTaskError, UserError
-from hvdtrain.run.data import build_datasets
+from hvdtrain.process.data import build_datasets
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.tasks import Datasets
 from tests.support.runs import losses, metrics, run

@@ -14,7 +14,7 @@ from hvdtrain.config import parse
 from hvdtrain.data import tables
 from hvdtrain.data.tables import write_flights
 from hvdtrain.errors import UserError
-from hvdtrain.run.data import build_data
+from hvdtrain.process.data import build_data
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ from hvdtrain.data.tables import Table, open_table, read_cells
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import mpirun
 from hvdtrain.models.tabgpt import TabGPT, TableShape
-from hvdtrain.run.data import build_data
+from hvdtrain.process.data import build_data
 from hvdtrain.runtime.mpi import Alone
 from hvdtrain.tasks.tabular import Tabular, of_classes, of_numbers
 from hvdtrain.tasks.tabular_data import buffers, open_training, read_columns, share_borders

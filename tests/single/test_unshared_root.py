@@ -11,8 +11,8 @@ import pytest
 from hvdtrain import log
 from hvdtrain.config import Config, RunConfig
 from hvdtrain.log import logger
-from hvdtrain.run import recorder
-from hvdtrain.run.recorder import PersistentState
+from hvdtrain.process import recorder
+from hvdtrain.process.recorder import PersistentState
 from hvdtrain.run_files import ownership
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership

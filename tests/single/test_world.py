@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hvdtrain.parallel import world
 from hvdtrain.parallel.world import Connections, abandon, join
-from hvdtrain.run import session
+from hvdtrain.process import session
 from hvdtrain.runtime.mesh import Topology
 
 _CLIENT = "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.argv[2])))\n"

@@ -19,7 +19,7 @@ from hvdtrain.bench.app import AppLoop
 from hvdtrain.bench.processes import MARK
 from hvdtrain.config import parse
 from hvdtrain.exchange.config import STRATEGIES
-from hvdtrain.run.data import build_data
+from hvdtrain.process.data import build_data
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.init import initialize

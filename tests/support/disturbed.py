@@ -24,7 +24,7 @@ from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import hvdtrain.run.prepare
+import hvdtrain.process.prepare
 from hvdtrain import comm
 from hvdtrain.checkpoint import layout, tensor_file
 from hvdtrain.engine.state import RunState
@@ -83,7 +83,7 @@ def _fail(*_: Any, **__: Any) -> None:
 
 
 if _trouble() == "device":
-    hvdtrain.run.prepare.choose_device = lambda *_: torch.device("meta")
+    hvdtrain.process.prepare.choose_device = lambda *_: torch.device("meta")
 
 
 _LONGEST_SECONDS = 60.0

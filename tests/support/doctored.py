@@ -173,9 +173,9 @@ OF_A_HOST = {
     ),
     "another version": Fault(
         "versions",
-        "sed 's/^__version__ = .*/__version__ = \"0.0.7\"/' {package}/__init__.py > /tmp/init.py "
-        "&& mount --bind /tmp/init.py {package}/__init__.py",
-        "hvdtrain 0.0.7", "umount -l {package}/__init__.py",
+        "sed 's/^__version__ = .*/__version__ = \"0.0.7\"/' {package}/version.py > /tmp/version.py "
+        "&& mount --bind /tmp/version.py {package}/version.py",
+        "hvdtrain 0.0.7", "umount -l {package}/version.py",
     ),
     "other source files": Fault(
         "versions", "mount -t tmpfs tmpfs {package}/presets && touch {package}/presets/new.py",

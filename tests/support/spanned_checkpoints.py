@@ -22,7 +22,7 @@ from hvdtrain.optim.optimizer import state_tensors
 from hvdtrain.parallel.config import AXES, ParallelConfig, ShardConfig
 from hvdtrain.parallel.local_optimizer import LocalOptimizer
 from hvdtrain.parallel.spanned import position
-from hvdtrain.run.strategy import Replicated, Spanning, Strategy
+from hvdtrain.process.strategy import Replicated, Spanning, Strategy
 from hvdtrain.runtime.mesh import Grid, Group, Mesh, Topology
 from hvdtrain.runtime.tensor_shards import box, local, model_tensors
 

@@ -106,7 +106,7 @@ class Spiking(Regression):
         kills = dict(entry.split(":") for entry in entries)
         self._killed_at, self._calls = kills.get(own.get("HOROVOD_RANK", "")), 0
         if self._killed_at == "rollback":
-            patch("hvdtrain.run.resume._share", _kill_itself).start()
+            patch("hvdtrain.process.resume._share", _kill_itself).start()
 
     def datasets(self) -> Datasets:
         generator, count = torch.Generator().manual_seed(0), 1024

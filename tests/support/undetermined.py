@@ -16,7 +16,7 @@ class CheckedOnCpus(Regression):
     """A model with BatchNorm and dropout; an exact run checks it on a CPU as on a GPU."""
 
     def __init__(self) -> None:
-        patch("hvdtrain.run.repeatable.CHECKED", ("cpu",)).start()
+        patch("hvdtrain.process.repeatable.CHECKED", ("cpu",)).start()
 
     def model(self) -> nn.Module:
         layers = nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 1)

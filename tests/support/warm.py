@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _PARENTS = 2
 _ROOM = 4096  # bytes for a rank's command line, and a quarter of the bytes for its environment
 _PRELOAD = [
-    *("docstring_parser", "numpy.random", "hvdtrain.run.generation", "hvdtrain.data.text"),
+    *("docstring_parser", "numpy.random", "hvdtrain.process.generation", "hvdtrain.data.text"),
     *("hvdtrain.data.packed", "hvdtrain.models.sampling", "tests.support.tasks"),
     *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"),
 ]

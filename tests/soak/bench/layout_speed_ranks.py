@@ -18,7 +18,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.optim.optimizer import learning_rate, set_learning_rate
 from hvdtrain.parallel.world import leave
-from hvdtrain.run.data import build_data
+from hvdtrain.process.data import build_data
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.tasks import Task
 from tests.soak.bench.torch_scripts import SCRIPTS

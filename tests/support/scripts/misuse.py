@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hvdtrain
-import hvdtrain.run.generation  # in the parent: it takes a second
+import hvdtrain.process.generation  # in the parent: it takes a second
 from hvdtrain import comm
 from hvdtrain.engine.loop import Step
 

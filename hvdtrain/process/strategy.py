@@ -14,7 +14,7 @@ In an elastic run, the ranks of a Spanning model build it again in each generati
 If no rank has a shard as of the newest step, all ranks return to the newest step as of which there
 are copies in memory of all shards (checkpoint.memory, parallel/copies.py). Without such a step, all
 shards are dropped in 4, and the run continues from its newest checkpoint (resume.py). If a rank is
-lost meanwhile, `regroup` raises RankLostError, and run/session.py calls `leave_generation` and
+lost meanwhile, `regroup` raises RankLostError, and process/session.py calls `leave_generation` and
 begins the next generation.
 
 Ranks of a Replicated model get the run's state in generation.py instead.
@@ -50,7 +50,7 @@ from hvdtrain.parallel.config import AXES
 from hvdtrain.parallel.local_optimizer import LocalOptimizer, total_norm
 from hvdtrain.parallel.shards import ShardLostError, ShardMap, placeholder, plan_transfers
 from hvdtrain.parallel.zero import ShardedOptimizer
-from hvdtrain.run.recorder import PersistentState
+from hvdtrain.process.recorder import PersistentState
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.mesh import Grid, Mesh, Topology
 from hvdtrain.runtime.state_part import ShardedPart, StatePart

@@ -57,13 +57,13 @@ from hvdtrain.engine.iteration import Iteration
 from hvdtrain.engine.loop import MembershipChanged, SpikeRollback, Step
 from hvdtrain.errors import EXIT_CRASH, crash
 from hvdtrain.log import logger
-from hvdtrain.run.build import RunComponents, build_components
-from hvdtrain.run.data import build_datasets
-from hvdtrain.run.generation import Cause, Generation, Launched, restore_consistent_state
-from hvdtrain.run.prepare import Prepared, Start, prepare, prepare_environment
-from hvdtrain.run.recorder import PersistentState
-from hvdtrain.run.start_checks import agree_to_start, check_gpus
-from hvdtrain.run.strategy import Strategy, build_strategy
+from hvdtrain.process.build import RunComponents, build_components
+from hvdtrain.process.data import build_datasets
+from hvdtrain.process.generation import Cause, Generation, Launched, restore_consistent_state
+from hvdtrain.process.prepare import Prepared, Start, prepare, prepare_environment
+from hvdtrain.process.recorder import PersistentState
+from hvdtrain.process.start_checks import agree_to_start, check_gpus
+from hvdtrain.process.strategy import Strategy, build_strategy
 from hvdtrain.runtime import environment, heartbeat, notices
 from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json, on_all_ranks
 from hvdtrain.runtime.device import gpu_of

@@ -35,11 +35,11 @@ from hvdtrain.optim.optimizer import build_optimizer, learning_rate
 from hvdtrain.optim.precision import BF16_PARAMS, Precision, check_parameters, to_bfloat16
 from hvdtrain.optim.trainable import check_device, check_model, freeze
 from hvdtrain.parallel.agreement import Agreement
-from hvdtrain.run.fit import Trial, with_micro_size
-from hvdtrain.run.prepare import Prepared
-from hvdtrain.run.repeatable import check_repeatable
-from hvdtrain.run.resolve import Resolved, RunBuckets, dataset_size
-from hvdtrain.run.strategy import Strategy
+from hvdtrain.process.fit import Trial, with_micro_size
+from hvdtrain.process.prepare import Prepared
+from hvdtrain.process.repeatable import check_repeatable
+from hvdtrain.process.resolve import Resolved, RunBuckets, dataset_size
+from hvdtrain.process.strategy import Strategy
 from hvdtrain.run_files.digests import DigestFiles
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks

@@ -29,12 +29,12 @@ from hvdtrain.engine.state import Snapshot, state_hash
 from hvdtrain.errors import EXIT_PREEMPTED, UserError, crash
 from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.log import logger
-from hvdtrain.run.build import RunComponents, build_loop
-from hvdtrain.run.callbacks import Callbacks, Outputs, build_callbacks
-from hvdtrain.run.manifest import build_manifest, run_facts, start_facts
-from hvdtrain.run.recorder import PersistentState, RunRecorder
-from hvdtrain.run.resume import resume, roll_back
-from hvdtrain.run.start_checks import check_hierarchical, raise_first
+from hvdtrain.process.build import RunComponents, build_loop
+from hvdtrain.process.callbacks import Callbacks, Outputs, build_callbacks
+from hvdtrain.process.manifest import build_manifest, run_facts, start_facts
+from hvdtrain.process.recorder import PersistentState, RunRecorder
+from hvdtrain.process.resume import resume, roll_back
+from hvdtrain.process.start_checks import check_hierarchical, raise_first
 from hvdtrain.run_files.host_records import WRONG
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.run_directory import RunDirectory

@@ -23,8 +23,8 @@ from hvdtrain.engine.callbacks.stragglers import Destinations, DetectStragglers
 from hvdtrain.engine.loop import Callback, Loop, StepRecord
 from hvdtrain.engine.state import KeepCommonState
 from hvdtrain.errors import UserError
-from hvdtrain.run.build import RunComponents, build_passes
-from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.process.build import RunComponents, build_passes
+from hvdtrain.process.recorder import RunRecorder
 from hvdtrain.run_files.digests import DigestFiles
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.allocation import seconds_left

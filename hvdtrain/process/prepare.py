@@ -21,9 +21,9 @@ from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.log import logger
 from hvdtrain.optim.precision import Precision, build_precision
-from hvdtrain.run.data import build_data
-from hvdtrain.run.exporting import Exported, build_exporter
-from hvdtrain.run.resolve import Resolved, RunBuckets, resolve
+from hvdtrain.process.data import build_data
+from hvdtrain.process.exporting import Exported, build_exporter
+from hvdtrain.process.resolve import Resolved, RunBuckets, resolve
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.device import (

@@ -21,8 +21,8 @@ from hvdtrain.errors import EXIT_USER, UserError, crash
 from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
 from hvdtrain.parallel.config import AXES
-from hvdtrain.run.placement import check_placement, placed
-from hvdtrain.run.resolve import with_global_batch
+from hvdtrain.process.placement import check_placement, placed
+from hvdtrain.process.resolve import with_global_batch
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import AgreedError, gather_json

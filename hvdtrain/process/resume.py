@@ -24,8 +24,8 @@ from hvdtrain.log import logger
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.huggingface import from_huggingface
 from hvdtrain.models.name_tables import MEGATRON, to_gpt_names
-from hvdtrain.run.build import RunComponents, build_model
-from hvdtrain.run.recorder import PersistentState
+from hvdtrain.process.build import RunComponents, build_model
+from hvdtrain.process.recorder import PersistentState
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import AgreedError, broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group, Mesh, Topology

@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-import hvdtrain
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import has_own_order
 from hvdtrain.engine.state import PRECISION
 from hvdtrain.horovod_wheel.recipe import installed_version
-from hvdtrain.run.build import RunComponents
-from hvdtrain.run.resolve import dataset_size
+from hvdtrain.process.build import RunComponents
+from hvdtrain.process.resolve import dataset_size
 from hvdtrain.runtime.init import built_with, controller
 from hvdtrain.runtime.mesh import Grid, Topology
 from hvdtrain.tasks import Datasets
+from hvdtrain.version import __version__
 
 
 def run_facts(config: Config) -> dict[str, str]:
     """Return the labels of hvdtrain_run_info."""
     return {
         "task": config.task,
-        "hvdtrain": hvdtrain.__version__,
+        "hvdtrain": __version__,
         "torch": torch.__version__,
     }
 
@@ -46,7 +46,7 @@ def build_manifest(
         starts: one entry for each start of the run so far, this one last.
         grid: assigns shards of the model to ranks.
     """
-    versions = {"hvdtrain": hvdtrain.__version__, "python": platform.python_version()}
+    versions = {"hvdtrain": __version__, "python": platform.python_version()}
     versions |= {name: metadata.version(name) for name in ("torch", "numpy")}
     versions |= {"horovod": installed_version("horovod") or "not installed"}
     return {

@@ -115,15 +115,9 @@ class UserCollectives:
             most: the most that any rank has, in a training step.
         """
         self.counts = None if most is None else (in_common, most)
-        beyond = (
-            f"where another rank has {in_common}: it would never come; choose batch.global_size / "
-            "batch.micro_size (in evaluation: the micro-batches of the validation data) as a "
-            "multiple of the number of ranks"
-        )
         try:
             for number, batch in enumerate(batches, start=1):
-                called = f"called for this rank's micro-batch {number}, {beyond}"
-                self._beyond = called if number > in_common else ""
+                self._beyond = _beyond(number, in_common) if number > in_common else ""
                 yield batch
         finally:
             self._beyond, self.counts = "", None
@@ -187,6 +181,14 @@ class UserCollectives:
     def forked(self) -> None:
         """Handle a fork: the child has Horovod's state, but not the thread that does the work."""
         self._is_copy = is_initialized()
+
+
+def _beyond(number: int, in_common: int) -> str:
+    return (
+        f"called for this rank's micro-batch {number}, where another rank has {in_common}: it "
+        "would never come; choose batch.global_size / batch.micro_size (in evaluation: the "
+        "micro-batches of the validation data) as a multiple of the number of ranks"
+    )
 
 
 def _no_rank(function: str) -> str:

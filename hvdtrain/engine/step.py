@@ -279,7 +279,8 @@ class TrainStep:
             self._replay.compare(step.flags.step)
         values = means(self._passes.forward.names, sums.rows, self._batch.micro_batches)
         everyone = self._context.mesh.world.size
-        self._exchange.trained.drop([ranks >= everyone for ranks in sums.missed])
+        if any(sums.missed):
+            self._exchange.trained.drop([ranks >= everyone for ranks in sums.missed])
         self._update.scale(self._passes.forward.gradient_scale(sums.loss_weight))
         step.exchanged = sums, values
 
@@ -381,7 +382,7 @@ class TrainStep:
                 f"step {step + 1}: ranks disagree: sum of steps {sums.steps:.0f} (expected "
                 f"{step * ranks}), samples {sums.used.samples} (expected {samples})"
             )
-        if self._scripted:
+        if self._scripted and any(sums.missed):
             self._check_frozen(sums, step)
         if self._buckets is not None and not sums.loss_pairs:
             raise AgreedError(

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.runtime.mesh import WAITED, Grid
 from hvdtrain.runtime.phases import PHASES
@@ -40,6 +40,9 @@ COLUMNS = (
     *(f"{phase}_memory_peak_bytes" for phase in PHASES),
 )
 KINDS = ("data", "compute", "checkpoint")
+
+# Not tensors: with a few ranks, numpy takes a quarter of torch's time.
+Table = NDArray[np.float64]  # ranks x COLUMNS, or a part of it
 # Number of consecutive exchanges after which a rank is reported as slow, or as no longer slow, and
 # the seconds that they must span: with short steps, a few exchanges pass while another process has
 # a rank's core.
@@ -68,22 +71,23 @@ class StragglerChange:
     stage: int | None = None
 
 
-def column(table: Tensor, name: str) -> Tensor:
+def column(table: Table, name: str) -> Table:
     """One of `COLUMNS` of a table (ranks x columns)."""
     return table[:, COLUMNS.index(name)]
 
 
-def own_seconds(table: Tensor, grid: Grid) -> Tensor:
+def own_seconds(table: Table, grid: Grid) -> Table:
     """Time of each rank's own work (ranks x `KINDS`), normalized to equally many micro-batches.
 
     NaN for a rank without micro-batches.
 
     Args:
-        table: float64, ranks x `COLUMNS`.
+        table: ranks x `COLUMNS`.
         grid: grid of the ranks.
     """
     micro_batches = column(table, "micro_batches")
-    share = torch.where(micro_batches > 0, micro_batches.mean() / micro_batches, torch.nan)
+    works = micro_batches > 0
+    share = np.where(works, micro_batches.mean() / np.where(works, micro_batches, 1.0), np.nan)
     passes = column(table, "forward") + column(table, "backward")
     passes = passes - column(table, "waited_in_passes_seconds")
     measured = bool(column(table, "waited_in_passes_seconds").any())  # on CPUs
@@ -91,25 +95,33 @@ def own_seconds(table: Tensor, grid: Grid) -> Tensor:
         passes[ranks] = passes[ranks].min()
     compute = passes * share + column(table, "optimizer")
     data = column(table, "data") * share
-    return torch.stack([data, compute, column(table, "checkpoint")], dim=1)
+    return np.stack([data, compute, column(table, "checkpoint")], axis=1)
 
 
-def scores(table: Tensor, grid: Grid) -> Tensor:
+def scores(table: Table, grid: Grid) -> Table:
     """Score of each rank, in (0, 1]: smallest compute time of ranks with the same work / its own.
 
     Compute time is the rank's own work: data, forward, backward, optimizer and checkpoint.
     """
-    total = own_seconds(table, grid).sum(dim=1)
-    found = torch.ones_like(total)
+    total = own_seconds(table, grid).sum(axis=1)
+    found = np.ones_like(total)
     for ranks in map(list, grid.stages):
         found[ranks] = _scores(total[ranks])
     return found
 
 
-def _scores(total: Tensor) -> Tensor:
-    busy = total[total > 0]
-    fastest = busy.min() if len(busy) else 1.0
-    return (fastest / total).nan_to_num(1.0, posinf=1.0).clamp(max=1.0)
+def _scores(total: Table) -> Table:
+    works = total > 0  # others have no micro-batch
+    if not works.any():
+        return np.ones_like(total)
+    return np.where(works, total[works].min() / np.where(works, total, 1.0), 1.0)
+
+
+def _median(values: Table) -> Table:
+    """The lower median of each column, or of a vector, without NaNs; NaN if there is no number."""
+    ordered = np.sort(values, axis=0)  # NaNs come last
+    middle = (np.count_nonzero(~np.isnan(values), axis=0) - 1) // 2
+    return np.take_along_axis(ordered, np.asarray(middle)[None], axis=0)[0]
 
 
 class _Slow:
@@ -125,12 +137,12 @@ class _Slow:
 
     def __init__(self, threshold: float, number: int) -> None:
         self._threshold = threshold
-        self._slow = torch.zeros(number, dtype=torch.bool)
-        self._in_a_row = torch.zeros(number, dtype=torch.int64)  # consecutive contrary exchanges
-        self._seconds = torch.zeros(number, dtype=torch.float64)  # of these exchanges
+        self._slow = np.zeros(number, dtype=np.bool_)
+        self._in_a_row = np.zeros(number, dtype=np.int64)  # consecutive contrary exchanges
+        self._seconds = np.zeros(number)  # of these exchanges
         self.kinds: dict[int, str] = {}
 
-    def look(self, own: Tensor, wall: Tensor, groups: Iterable[list[int]]) -> list[StragglerChange]:
+    def look(self, own: Table, wall: Table, groups: Iterable[list[int]]) -> list[StragglerChange]:
         """Return the changes; a change's `ranks` is the number of one member.
 
         Args:
@@ -138,22 +150,22 @@ class _Slow:
             wall: seconds of each member.
             groups: members that are compared with each other.
         """
-        found, costs, behind = torch.ones_like(wall), torch.zeros_like(wall), own.clone()
+        found, costs, behind = np.ones_like(wall), np.zeros_like(wall), own.copy()
         for group in groups:
-            total = own[group].sum(dim=1)
+            total = own[group].sum(axis=1)
             found[group] = _scores(total)
-            costs[group] = total - total.nan_to_num(torch.inf).min()
-            behind[group] -= own[group].nanmedian(dim=0).values
+            costs[group] = total - np.where(np.isnan(total), np.inf, total).min()
+            behind[group] -= _median(own[group])
         slow = (found < self._threshold) & (costs > _SIGNIFICANT * wall)
         contrary = slow != self._slow
-        self._in_a_row = torch.where(contrary, self._in_a_row + 1, 0)
-        self._seconds = torch.where(contrary, self._seconds + wall, 0.0)
+        self._in_a_row = np.where(contrary, self._in_a_row + 1, 0)
+        self._seconds = np.where(contrary, self._seconds + wall, 0.0)
         changed = (self._in_a_row >= CONSECUTIVE) & (self._seconds >= _EVIDENCE_SECONDS)
         self._in_a_row[changed] = 0
         self._seconds[changed] = 0.0
         self._slow ^= changed
         changes = []
-        for one in changed.nonzero().flatten().tolist():
+        for one in np.flatnonzero(changed).tolist():
             kind = self.kinds.pop(one, None) or KINDS[int(behind[one].argmax())]
             if self._slow[one]:
                 self.kinds[one] = kind
@@ -182,11 +194,12 @@ class StragglerWatch:
         of_stages = {rank: kind for stage, kind in stages for rank in self._stages[stage]}
         return of_stages | self._ranks.kinds
 
-    def look(self, table: Tensor) -> list[StragglerChange]:
+    def look(self, table: Table) -> list[StragglerChange]:
         """Process the values of all ranks (ranks x `COLUMNS`); return the changes."""
         own, wall = own_seconds(table, self._grid), column(table, "wall_seconds")
         changes = _together(self._ranks.look(own, wall, self._stages), self._grid.in_step)
-        totals = own.sum(dim=1).nan_to_num(torch.inf)
+        totals = own.sum(axis=1)
+        totals = np.where(np.isnan(totals), np.inf, totals)
         fastest = [ranks[int(totals[ranks].argmin())] for ranks in self._stages]
         all_stages = [[*range(len(fastest))]]
         for change in self._slow_stages.look(own[fastest], wall[fastest], all_stages):
@@ -217,18 +230,19 @@ class DataWatch:
     def __init__(self) -> None:
         self._in_a_row = 0
 
-    def look(self, table: Tensor) -> float | None:
+    def look(self, table: Table) -> float | None:
         """The median rank's loading time as a multiple of its forward and backward time.
 
         None if the ratio is at most 1, has not been above 1 CONSECUTIVE times in a row, or was
         reported before.
 
         Args:
-            table: float64, ranks x straggler.COLUMNS.
+            table: see StragglerWatch.
         """
         computing = column(table, "forward") + column(table, "backward")
         works = computing > 0  # some ranks may have no micro-batch
-        ratio = float((column(table, "data")[works] / computing[works]).nanmedian())
+        ratios = column(table, "data")[works] / computing[works]
+        ratio = float(_median(ratios)) if len(ratios) else 0.0
         if ratio > 1:
             self._in_a_row += 1
         elif self._in_a_row < CONSECUTIVE:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
-from hvdtrain.telemetry.straggler import COLUMNS, CONSECUTIVE, DataWatch
+from hvdtrain.telemetry.straggler import COLUMNS, CONSECUTIVE, DataWatch, Table
 
 
-def _table(data: float, compute: float) -> torch.Tensor:
-    table = torch.zeros(3, len(COLUMNS), dtype=torch.float64)
+def _table(data: float, compute: float) -> Table:
+    table = np.zeros((3, len(COLUMNS)))
     table[:, COLUMNS.index("data")] = data
     table[:, COLUMNS.index("forward")] = table[:, COLUMNS.index("backward")] = compute / 2
     table[0] *= 3  # a rank that is slow in everything is not data-bound
@@ -26,4 +26,4 @@ def test_steps_that_wait_for_data_are_reported_once() -> None:
 
 
 def test_steps_without_compute_are_not_reported() -> None:
-    assert DataWatch().look(torch.zeros(2, len(COLUMNS), dtype=torch.float64)) is None
+    assert DataWatch().look(np.zeros((2, len(COLUMNS)))) is None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from hvdtrain.telemetry.straggler import (
     DataWatch,
     StragglerChange,
     StragglerWatch,
+    Table,
     column,
     scores,
 )
@@ -107,7 +109,7 @@ class DetectStragglers(Callback):
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         step, micro_batches = loop.progress.step, len(loop.assignment)
         if self._handle is not None:
-            self._evaluate(loop, completed(self._handle))
+            self._evaluate(loop, completed(self._handle).numpy())
         # After a failure the callbacks are called for the last step again: nothing is new then.
         if step == self._reported_step:
             return
@@ -123,11 +125,11 @@ class DetectStragglers(Callback):
             self._line["collectives"] = called
         self._reported_step = step
         if self._ranks == 1:
-            self._evaluate(loop, own)
+            self._evaluate(loop, own.numpy())
             return
         self._handle = begin_gather(own, "stragglers")
         if loop.generation_ends:  # if this rank left first, the all-gather would fail on others
-            self._evaluate(loop, completed(self._handle))
+            self._evaluate(loop, completed(self._handle).numpy())
 
     def _watch_memory(self, step: int) -> None:
         """Record memory only around some of the steps that are compared: recording has a cost."""
@@ -158,11 +160,11 @@ class DetectStragglers(Callback):
         assert len(row) == len(COLUMNS)
         return row.unsqueeze(0)
 
-    def _evaluate(self, loop: Loop, table: Tensor) -> None:
+    def _evaluate(self, loop: Loop, table: Table) -> None:
         """Evaluate the metrics of all ranks, which every rank now has."""
         self._handle = None
         rank, alone = loop.topology.rank, self._ranks == 1
-        found = torch.ones(1) if alone else scores(table, self._grid)
+        found = np.ones(1) if alone else scores(table, self._grid)
         changes = () if alone else self._watch.look(table)
         if self._exporter is not None:
             self._exporter.straggler(float(found[rank]), self._watch.slow.get(rank))
@@ -233,9 +235,9 @@ class Speeds:
     """
 
     def __init__(self) -> None:
-        self._seconds: deque[Tensor] = deque(maxlen=_COMPARISONS)
+        self._seconds: deque[Table] = deque(maxlen=_COMPARISONS)
 
-    def look(self, table: Tensor, counts: Sequence[int]) -> list[int] | None:
+    def look(self, table: Table, counts: Sequence[int]) -> list[int] | None:
         """Return how many micro-batches each rank processes from now on; None: no change.
 
         Args:
@@ -246,12 +248,13 @@ class Speeds:
         steps = of_ranks.sum() / sum(counts)
         if not of_ranks.all():
             return None  # fewer micro-batches than ranks: nothing to reassign
-        of_each = sum(column(table, name) for name in ("data", "forward", "backward")) / of_ranks
+        passes = column(table, "data") + column(table, "forward") + column(table, "backward")
+        of_each = passes / of_ranks
         fixed = (column(table, "optimizer") + column(table, "checkpoint")) / steps
-        self._seconds.append(torch.stack((of_each, fixed)))
+        self._seconds.append(np.stack((of_each, fixed)))
         if len(self._seconds) < _COMPARISONS:
             return None
-        seconds, beside = torch.stack(list(self._seconds)).median(dim=0).values.tolist()
+        seconds, beside = np.median(np.stack(self._seconds), axis=0).tolist()
 
         def lasts(counts: Sequence[int]) -> float:
             return max(b + n * s for b, n, s in zip(beside, counts, seconds, strict=True))

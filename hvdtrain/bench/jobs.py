@@ -11,7 +11,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,12 +119,12 @@ class ControlledJob:
 
     def seconds_outside_ranks(self) -> float:
         """CPU seconds of the launcher, the watchdogs and their child processes."""
-        ranks, seconds = self._ranks().values(), 0.0
-        for process in self._tree():
-            with suppress(psutil.NoSuchProcess):
-                if process not in ranks:
-                    seconds += _seconds(process)
-        return seconds
+        ranks = self._ranks().values()
+        return _seconds(process for process in self._tree() if process not in ranks)
+
+    def cpu_seconds(self) -> float:
+        """CPU seconds of all processes of the job on this host."""
+        return _seconds(self._tree())
 
     def kill_one(self) -> None:
         """Send SIGKILL to this host's rank with the second-lowest number, or to its only rank.
@@ -191,18 +192,31 @@ class ControlledJob:
             return [self._launcher]
 
 
-def _seconds(process: psutil.Process) -> float:
+def _seconds(processes: Iterable[psutil.Process]) -> float:
     """CPU time, including children that have ended."""
-    times = process.cpu_times()
-    return float(times.user + times.system + times.children_user + times.children_system)
+    seconds = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
 
 
 @dataclass(frozen=True)
 class JobTurn:
-    """Seconds per step in one turn of a job, and seconds for which the job was not frozen."""
+    """One turn of a job.
+
+    Args:
+        step: seconds per step.
+        awake: seconds for which the job was not frozen.
+        end: time at which the job was frozen.
+        cpu: CPU seconds of all processes of the job on this host.
+    """
 
     step: float
     awake: float
+    end: float
+    cpu: float
 
 
 def take_turns(
@@ -222,19 +236,39 @@ def take_turns(
 
 def _one_turn(job: ControlledJob, steps: int) -> JobTurn:
     """Run one turn, ignoring the step in which the job was last frozen."""
+    used = job.cpu_seconds()
     start = time.monotonic()
     job.thaw()
     seconds = seconds_per_step(job, steps)
     job.freeze()
-    return JobTurn(seconds, time.monotonic() - start)
+    awake, end = time.monotonic() - start, time.time()
+    return JobTurn(seconds, awake, end, job.cpu_seconds() - used)
 
 
 def seconds_per_step(job: ControlledJob, steps: int) -> float:
-    """Seconds per step over the next steps of a training job, after one step that is ignored."""
-    begin = len(job.lines())
-    job.wait_for_more(steps + 1)
-    times = [line["time"] for line in job.lines()[begin : begin + steps + 1]]
-    return float(times[-1] - times[0]) / steps
+    """Seconds per step over the next steps of a training job, after one step that is ignored.
+
+    Lines of earlier steps may be written later: short steps have one write together.
+    """
+    begin = time.time()
+    earlier = len(job.lines())
+
+    def times() -> list[float]:
+        return [line["time"] for line in job.lines()[earlier:] if line["time"] > begin]
+
+    job.wait_for(lambda _: len(times()) > steps, f"{steps} more steps")
+    first, *_, last = times()[: steps + 1]
+    return (last - first) / steps
+
+
+def cpu_per_step(job: ControlledJob, turns: Sequence[JobTurn]) -> list[float]:
+    """CPU seconds per step in each turn of a frozen job, including those outside the ranks."""
+    job.thaw()
+    job.wait_for_more(1)  # also writes the lines of the last turn
+    job.freeze()
+    times = [line["time"] for line in job.lines()]
+    steps = [bisect(times, turn.end) - bisect(times, turn.end - turn.awake) for turn in turns]
+    return [turn.cpu / number for turn, number in zip(turns, steps, strict=True)]
 
 
 def step_time_ratios(turns: Mapping[str, Sequence[JobTurn]], one: str, other: str) -> list[float]:

@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from hvdtrain.bench import benchmarks, processes
 from hvdtrain.bench.elastic import Recovery, recovered
-from hvdtrain.bench.jobs import median_range
+from hvdtrain.bench.jobs import ControlledJob, cpu_per_step, median_range, take_turns
 from hvdtrain.bench.plain import PlainLoop
 from hvdtrain.bench.processes import BenchError
 from hvdtrain.bench.report import BenchMetric, Report
@@ -215,6 +216,34 @@ def test_recovery_pause_starts_at_the_kill_or_a_later_step_end(last: float, paus
 def test_kill_without_effect_is_an_error() -> None:
     with pytest.raises(BenchError, match="was not detected, or not replaced"):
         recovered([{"time": 9.0}], EVENTS[:3], since=10.5, np=4)
+
+
+def test_turn_ignores_lines_of_earlier_steps_that_are_written_in_it(tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    metrics = tmp_path / "bench/metrics.jsonl"
+    # Each write has the lines of 50 steps of 2 ms, of which 1 ms is computed.
+    script = f"""
+import json, time
+with open({str(metrics)!r}, "w") as file:
+    while True:
+        for _ in range(50):
+            computed = time.process_time() + 0.001
+            while time.process_time() < computed:
+                pass
+            time.sleep(0.001)
+            file.write(json.dumps({{"time": time.time()}}) + "\\n")
+        file.flush()
+"""
+    with ControlledJob([sys.executable, "-c", script], tmp_path) as job:
+        job.wait_for_more(10)
+        job.freeze()
+        turns = []
+        for _ in range(2):
+            time.sleep(4)
+            turns += take_turns({"job": job}, 200, 1)["job"]
+        cpu = cpu_per_step(job, turns)
+    assert all(0.002 <= turn.step < 0.015 for turn in turns), turns
+    assert all(0.0008 < seconds < 0.004 for seconds in cpu), cpu
 
 
 def test_median_range_matches_the_binomial_tables() -> None:

@@ -14,6 +14,8 @@ agents [--key value]
 
 own-loop
 
+small-steps
+
 replays
 
 streams
@@ -40,6 +42,7 @@ from tests.soak.bench.own_loop import own_loop
 from tests.soak.bench.peer_recovery import peer_recovery
 from tests.soak.bench.rendezvous import rendezvous
 from tests.soak.bench.replays import replays
+from tests.soak.bench.small_steps import small_steps
 from tests.soak.bench.start import start
 from tests.soak.bench.streams import streams
 from tests.soak.bench.telemetry import scrape, telemetry
@@ -78,6 +81,10 @@ def _scrape(args: argparse.Namespace) -> Report:
 
 def _own_loop(args: argparse.Namespace) -> Report:
     return own_loop(args.flags, args.steps, args.rounds)
+
+
+def _small_steps(args: argparse.Namespace) -> Report:
+    return small_steps(args.flags, args.steps, args.rounds)
 
 
 def _replays(args: argparse.Namespace) -> Report:
@@ -143,6 +150,11 @@ _ACTIONS: Mapping[
         "a script's own loop on 2 ranks, in turns with a task and with a loop written for Horovod",
         {"steps": 10, "rounds": 40},
     ),
+    "small-steps": (
+        _small_steps,
+        "steps of small models, in turns with plain torch, Lightning, Accelerate and DDP",
+        {"steps": 500, "rounds": 10},
+    ),
     "replays": (
         _replays,
         "2 ranks with replays every 5 and every 200 steps, in turns with none",
@@ -179,6 +191,7 @@ _ACTIONS: Mapping[
         {"kills": 5},
     ),
 }
+_WITHOUT_PRESET = ("own-loop", "small-steps")
 _WITHOUT_RUNS = ("rendezvous", "agents", "streams", "torchft-recovery")
 _NUMBERS = {
     "np": "ranks", "steps": "in one turn", "rounds": "turns", "shards": "tar files",
@@ -205,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="'data 2 x tensor 2'",
                 help="as often as wanted; default: a table of them",
             )
-        elif name not in (*_WITHOUT_RUNS, "own-loop"):
+        elif name not in (*_WITHOUT_RUNS, *_WITHOUT_PRESET):
             action.add_argument("--preset", default="gpt-nano", help="or a YAML file")
         if name not in _WITHOUT_RUNS:
             action.add_argument("flags", nargs="*", metavar="-- --key value", help="of the runs")

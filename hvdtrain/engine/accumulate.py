@@ -480,7 +480,7 @@ class Forward:
         """
         if self._precision.loss_scale is not None:
             loss = self._precision.loss_scale.scaled(loss)
-        return loss / self._micro_batches
+        return loss / self._micro_batches if self._micro_batches > 1 else loss
 
     def add(self, totals: Totals, values: Sequence[Values]) -> None:
         """Add the values of training micro-batches, if this rank counts."""

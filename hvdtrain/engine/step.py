@@ -469,9 +469,9 @@ class TrainStep:
         if self._sharded is not None:
             with self._context.timer.inside(self._exposed):
                 self._sharded.gather()
-        if self._exchange.diverged:
+        if self._exchange.must_average(step, pauses):
             with self._context.timer.inside(self._exposed):
-                self._exchange.end_step(step, pauses)
+                self._exchange.average()
 
 
 @dataclass
@@ -762,6 +762,7 @@ class Update:
             parameter.grad = gradient
 
 
+@torch.no_grad()  # a script may have computed gradients with a graph
 def norm_of_gradients(parameters: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of the gradients of a model that this rank holds completely."""
     # A norm in 16 bits has only two or three digits.

@@ -67,14 +67,12 @@ class Exchange:
 
     Attributes:
         same_gradients: after `reduce` all ranks have the same gradients.
-        diverged: each rank has its own parameters and optimizer state, see LocalSgd.
         inflight_seconds: from the start of the first bucket to the end of the last one, summed over
             the steps so far; an upper bound of the communication time.
         bytes: size of the gradients exchanged in these steps, in their wire format.
     """
 
     same_gradients = True
-    diverged = False
 
     def __init__(self, trained: TrainedParameters) -> None:
         self.trained = trained
@@ -125,12 +123,17 @@ class Exchange:
     def commit(self, applied: bool) -> None:
         """Complete a step, after the update or after it was skipped (gradient not finite)."""
 
-    def end_step(self, step: int, pauses: bool) -> None:
-        """Make the ranks' states equal again if it is due; called after a step while `diverged`.
+    def must_average(self, step: int, pauses: bool) -> bool:
+        """Whether the ranks' states differ, and `average` is due now, as it is with local SGD.
 
         Args:
             step: steps done so far.
             pauses: the run or the generation ends with this step.
+        """
+        return False
+
+    def average(self) -> None:
+        """Make the ranks' states equal again.
 
         Raises:
             RankLostError: another rank is gone.

@@ -147,9 +147,8 @@ class LocalSgd(Exchange):
         # Others are frozen, or a script has deleted their gradients on all ranks.
         self._moved.update(p for p in self.parameters if p.grad is not None)
 
-    def end_step(self, step: int, pauses: bool) -> None:
-        if pauses or step % self.every == 0:
-            self.average()
+    def must_average(self, step: int, pauses: bool) -> bool:
+        return pauses or step % self.every == 0
 
     def due(self, step: int, every: int) -> bool:
         """Postpone an action that was due between two averages to the second one."""

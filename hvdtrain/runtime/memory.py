@@ -96,15 +96,14 @@ class PeakMemory:
             self._timer.listen(self._enter)
         self._recorded = (*self._recorded, peaks)
 
-    def stop(self, peaks: Peaks) -> bool:
-        """Stop recording, including the current phase so far; return whether it was recorded."""
+    def stop(self, peaks: Peaks) -> None:
+        """Stop recording, including the current phase so far; do nothing if it is not recorded."""
         if peaks not in self._recorded:
-            return False
+            return
         self._note()
         self._recorded = tuple(other for other in self._recorded if other is not peaks)
         if not self._recorded:
             self._timer.unlisten(self._enter)
-        return True
 
     def most(self) -> tuple[int, int]:
         """Return the peaks of host and device since construction, in bytes; 0 without a GPU."""

@@ -84,6 +84,13 @@ def test_elastic_run_on_one_host_needs_no_discovery_script(tmp_path: Path) -> No
     assert (tmp_path / "case" / "metrics.jsonl").read_text().count("\n") == 3
 
 
+def test_horovods_own_driver_is_refused_on_one_host(tmp_path: Path) -> None:
+    argv = shlex.split("horovodrun -np 2 --min-np 1 --network-interfaces lo echo hello")
+    done = Job([], argv, environment({}), tmp_path / "job").wait(60)
+    assert done.returncode == 1 and "hello" not in done.stdout, done
+    assert "Cannot run in fault tolerance mode with fewer than 2 hosts" in done.stderr, done
+
+
 def test_elastic_run_whose_processes_share_a_gpu_is_refused(tmp_path: Path) -> None:
     (tmp_path / "same_gpu.py").write_text(SAME_GPU)
     env = {"HVDTRAIN_ELASTIC": "1", "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}

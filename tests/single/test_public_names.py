@@ -63,6 +63,4 @@ def test_public_name_is_documented(name: str) -> None:
     assert f"`hvdtrain.{name}`" in (runs.REPOSITORY / "docs/api.md").read_text()
     public = getattr(hvdtrain, name)
     documented = [public, *(getattr(public, n) for n in vars(public) if not n.startswith("_"))]
-    if name != "run":  # a callable package, see there
-        missing = [one for one in documented if callable(one) and not one.__doc__]
-        assert not missing
+    assert not [one for one in documented if callable(one) and not one.__doc__]

@@ -41,7 +41,6 @@ from hvdtrain.telemetry.straggler import (
 )
 
 _PROCESS = psutil.Process()
-_MEMORY_SECONDS = 0.5  # between two records of memory, each of which takes 0.1 ms
 # Number of comparisons whose medians determine an assignment; all were made under the current one.
 _COMPARISONS = 3
 # Minimum relative reduction of the step time for a new assignment: a wrong one costs time.
@@ -100,7 +99,6 @@ class DetectStragglers(Callback):
         self._micro_batches = 0
         self._before = self._totals()
         self._memory.record(self._memory.of_run)  # the first step creates the optimizer's state
-        self._memory_due = 0.0  # time.monotonic()
         self._handle: int | None = None
         self._line: dict[str, Any] = {}
 
@@ -130,12 +128,9 @@ class DetectStragglers(Callback):
             self._evaluate(loop, completed(self._handle).numpy())
 
     def _watch_memory(self, step: int) -> None:
-        """Record memory only around some of the steps that are compared: recording has a cost."""
-        recorded, place = self._memory.stop(self._memory.of_run), (step + 1) % self._every
-        if place == 0 and time.monotonic() >= self._memory_due:
-            self._memory_due = time.monotonic() + _MEMORY_SECONDS
-            self._memory.record(self._memory.of_run)
-        elif place == 1 and recorded:
+        """Record memory only around the steps that are compared, because recording has a cost."""
+        self._memory.stop(self._memory.of_run)
+        if (step + 1) % self._every in (0, 1):
             self._memory.record(self._memory.of_run)
 
     def _totals(self) -> Tensor:

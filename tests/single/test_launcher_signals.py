@@ -21,16 +21,19 @@ from tests.support.slurm import Slurm
 TASK = ["--task", "tests.support.tasks:SlowWhile", "--train.duration", "9999"]
 
 
-def _expected(launcher: str, name: str) -> tuple[bool, set[int]]:
-    """Whether the ranks save, and the exit codes of the launcher."""
+def _expected(launcher: str, name: str) -> tuple[bool | None, set[int]]:
+    """Whether the ranks save (None: if they are fast enough), and the launcher's exit codes."""
     if launcher.startswith("torchrun"):
         return True, {1} if name == "SIGTERM" else {-getattr(signal, name)}
     if name == "SIGUSR1":
         return True, {75}
     if not mpi.of_launcher().is_open_mpi:
         return name == "SIGTERM", {75} if name == "SIGTERM" else {-signal.SIGUSR2}
-    # Open MPI reports the signal that it has sent, if ranks end after it.
-    return True, {75} if name == "SIGUSR2" else {75, 128 + signal.SIGTERM, 1}
+    if name == "SIGUSR2":
+        return True, {75}
+    # Open MPI kills the ranks after 1.0 s, or 0.25 s since version 5, and reports the signal that it
+    # has sent, if they end after it.
+    return None, {75, 128 + signal.SIGTERM, 128 + signal.SIGKILL, 1}
 
 
 @pytest.mark.smoke
@@ -59,7 +62,8 @@ def test_signal_to_the_launcher_saves_or_ends_the_ranks(
         job.kill()
     saves, codes = _expected(launcher, name)
     print(f"{launcher} {name}: exit code {done.returncode}")
-    assert (_saved(run), done.returncode in codes) == (saves, True), done
+    assert saves in (None, _saved(run)), done
+    assert done.returncode in codes, done
 
 
 @pytest.mark.smoke

@@ -31,8 +31,8 @@ def _expected(launcher: str, name: str) -> tuple[bool | None, set[int]]:
         return name == "SIGTERM", {75} if name == "SIGTERM" else {-signal.SIGUSR2}
     if name == "SIGUSR2":
         return True, {75}
-    # Open MPI kills the ranks after 1.0 s, or 0.25 s since version 5, and reports the signal that it
-    # has sent, if they end after it.
+    # Open MPI kills the ranks after 1.0 s, or 0.25 s since version 5, and reports the signal that
+    # it has sent, if they end after it.
     return None, {75, 128 + signal.SIGTERM, 128 + signal.SIGKILL, 1}
 
 

@@ -74,7 +74,7 @@ def test_lost_rank_or_host_costs_no_step_if_a_replica_survives(
     assert "Traceback" not in done.stderr, done
     assert_same_curve(running.lines(), curve)
     starts = running.events("start")
-    assert {start["source"] for start in starts[1:]} == {"memory"}, starts
+    assert {start["source"] for start in starts[1:]} == {"memory"}, (starts, done)
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
 
 

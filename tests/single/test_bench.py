@@ -242,8 +242,9 @@ with open({str(metrics)!r}, "w") as file:
             time.sleep(4)
             turns += take_turns({"job": job}, 200, 1)["job"]
         cpu = cpu_per_step(job, turns)
-    assert all(0.002 <= turn.step < 0.015 for turn in turns), turns
-    assert all(0.0008 < seconds < 0.004 for seconds in cpu), cpu
+    # Without the time for which the job was frozen, however busy the machine is.
+    assert all(turn.step >= 0.002 and 200 * turn.step <= turn.awake for turn in turns), turns
+    assert all(0.0005 < seconds < 0.01 for seconds in cpu), cpu
 
 
 def test_median_range_matches_the_binomial_tables() -> None:

@@ -396,10 +396,11 @@ def _positions(text: str) -> list[str]:
 
 def _lives(pid: int) -> bool:
     """Whether any thread is alive: the process may be a zombie while a thread waits for a disk."""
-    try:
-        states = {stat(thread)[1][0] for thread in Path(f"/proc/{pid}/task").iterdir()}
-    except OSError:
-        return False
+    states = set()
+    with suppress(OSError):  # the process has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # this thread has ended; another may still wait
+                states.add(stat(thread)[1][0])
     return not states <= {"Z", "X"}
 
 

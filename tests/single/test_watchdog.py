@@ -242,3 +242,15 @@ def test_horovod_polling_threads_do_not_count_as_work(rank: StartRank, tmp_path:
     )
     assert rank(start).wait(30) == -signal.SIGKILL
     assert "no progress, no work for 2 s, while WORKING" in (tmp_path / "stacks").read_text()
+
+
+def test_process_lives_while_its_threads_end() -> None:
+    """SIGKILL ends the threads of a rank one by one, and one may wait for a dead disk."""
+    code = "import threading\nwhile True: threading.Thread(target=int).start()"
+    child = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        assert all(watchdog._lives(child.pid) for _ in range(20_000))
+    finally:
+        child.kill()
+        child.wait()
+    assert not watchdog._lives(child.pid)

@@ -18,6 +18,7 @@ import psutil
 from hvdtrain.errors import EXIT_PREEMPTED
 from hvdtrain.launch.commands import mpirun
 from hvdtrain.run_files.events_file import read_lines
+from hvdtrain.runtime.work import stat
 from tests.support.cluster import REPOSITORY, Cluster, Process
 from tests.support.job import Finished, Job
 from tests.support.runs import metrics
@@ -79,8 +80,10 @@ class TrainingJob:
         while not condition():
             assert self.job.running(), f"ended before {name}: {self.job.wait(5)}"
             if time.monotonic() > deadline:
+                where = positions(self.cluster)
                 self.job.kill()
-                raise AssertionError(f"no {name} within {seconds} s: {self.job.wait(10)}")
+                done = self.job.wait(10)
+                raise AssertionError(f"no {name} within {seconds} s: {done}\n{where}")
             time.sleep(0.05)
 
     def wait_for(self, what: Callable[[dict[str, Any]], bool], seconds: float, name: str) -> None:
@@ -219,6 +222,20 @@ class ElasticJob(TrainingJob):
         new = self._hosts.with_suffix(".new")
         new.write_text("".join(f"{host}\n" for host in hosts.split()))
         new.rename(self._hosts)
+
+
+def positions(cluster: Cluster) -> str:
+    """Where in the kernel each thread of the ranks and of their watchdogs is."""
+    lines = []
+    for rank in cluster.ranks():
+        with contextlib.suppress(psutil.Error, OSError):
+            process = psutil.Process(rank.pid)
+            for each in (process, *process.children(recursive=True)):
+                lines.append(f"{rank.host}: {each.pid}: {' '.join(each.cmdline()[:4])}")
+                for thread in sorted(Path(f"/proc/{each.pid}/task").iterdir()):
+                    name, (state, *_) = stat(thread)
+                    lines.append(f"    {name}: {state} {(thread / 'wchan').read_text()}")
+    return "\n".join(lines)
 
 
 def is_launcher(command: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_CRASH, UserError, of_import
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tokenize.add_argument(
         "--source",
-        choices=("text", "jsonl", "parquet"),
+        choices=("text", "jsonl", "parquet", "arrow"),
         default="text",
         help="type of the files (default: %(default)s, each file is a document)",
     )
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text-key",
         default="text",
         metavar="KEY",
-        help="key of a JSON line, or column of a Parquet file, with its text (default: "
+        help="key of a JSON line, or column of a Parquet or Arrow file, with its text (default: "
         "%(default)s)",
     )
     tokenize.add_argument(
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="GLOB",
         help="files, directories, globs or URLs; *.jsonl, *.ndjson, *.parquet and *.tar are "
-        "accepted",
+        "accepted, also compressed (.gz, .zst, .bz2, .xz), except for Parquet",
     )
     index.add_argument(
         "--cache", metavar="DIR", help="directory for the indexes, if not next to the files"
@@ -137,6 +138,7 @@ def _tokenize(args: argparse.Namespace, ranks: RankGroup) -> None:
 
 
 def _index(args: argparse.Namespace, ranks: RankGroup) -> None:
+    from hvdtrain.data.compressed import readable_anywhere
     from hvdtrain.data.files import find_files
     from hvdtrain.data.index import build_indexes
     from hvdtrain.data.parquet import PARQUET
@@ -149,8 +151,9 @@ def _index(args: argparse.Namespace, ranks: RankGroup) -> None:
         ranks, lambda: find_files("--input", args.input, suffixes, "file of samples")
     )
     for kind in kinds:
-        files = [path for path in found[0] if path.suffix in kind.suffixes]
-        made = build_indexes(files, kind, args.cache, ranks)
+        files = [path for path in found[0] if path.name.endswith(kind.suffixes)]
+        copies = on_all_ranks(ranks, partial(readable_anywhere, files, args.cache))
+        made = build_indexes(copies[ranks.rank], kind, args.cache, ranks)
         if files and ranks.rank == 0:
             print(f"{kind.name}: {len(files)}; indexes built: {made}")
 

@@ -35,7 +35,7 @@ class SourceConfig:
     path: list[str] | str = field(default_factory=list)
     weight: float = 0.0
     validation: list[str] | str = field(default_factory=list)
-    source: Literal["text", "jsonl", "parquet", "tokens"] | None = None
+    source: Literal["text", "jsonl", "parquet", "arrow", "tokens"] | None = None
     text_key: str | None = None
 
 
@@ -115,26 +115,28 @@ class DataConfig:
     """Text or tokens to train on.
 
     Args:
-        source: `text` (files of any kind, each a document), `jsonl` or `parquet` (each line or row
-            a document), or `tokens` (made by `hvdtrain data tokenize`)
+        source: `text` (files of any kind, each a document), `jsonl`, `parquet` or `arrow` (each
+            line or row a document), or `tokens` (of `hvdtrain data tokenize`, Megatron-LM and other
+            programs)
         train: files, directories, globs or URLs; empty = the source files of Python's standard
             library
         validation: the same for validation; empty = a fraction of `data.train`
         validation_fraction: fraction of `data.train` for validation, split by file (for a single
             file: its end)
-        tokenizer: a tokenizer.json of the `tokenizers` library, for text; null = bytes
+        tokenizer: a tokenizer.json of the `tokenizers` library: for text (null = bytes), or that
+            of token files without a tokens.json
         cache: directory that stores the tokens of text, for later starts and for all ranks of a
             host; null = each rank tokenizes for itself, in memory
-        text_key: key of a JSON line, or column of a Parquet file, that holds its text
-        document_mask: attention and learned positions restart at each document of a sample; an
-            end-of-document token follows each document
+        text_key: key of a JSON line, or column of a Parquet or Arrow file, that holds its text
+        document_mask: attention and learned positions restart at each document of a sample: after
+            an end-of-document token, or as the index of a token file says
         mixture: name -> source, instead of `data.train` and `data.validation`: `path`, `weight`
             and, if necessary, `validation`, `source`, `text_key`
         mixture_weights: step -> {name: weight}: weights of all sources of `data.mixture` from this
             step on
     """
 
-    source: Literal["text", "jsonl", "parquet", "tokens"] = "text"
+    source: Literal["text", "jsonl", "parquet", "arrow", "tokens"] = "text"
     train: list[str] | str = basic(factory=list)
     validation: list[str] | str = field(default_factory=list)
     validation_fraction: float = 0.05
@@ -158,15 +160,9 @@ class DataConfig:
         if self.mixture or self.mixture_weights:
             self._check_mixture()
             return
-        files = "the token files made by `hvdtrain data tokenize`"
         require(
             self.source == "text" or bool(self.train),
-            f"data.source {self.source} needs data.train: "
-            + (files if self.source == "tokens" else "files, directories or globs"),
-        )
-        require(
-            self.source != "tokens" or self.tokenizer is None,
-            "data.tokenizer is for text; token files are tokenized already",
+            f"data.source {self.source} needs data.train: files, directories or globs",
         )
 
     def _check_mixture(self) -> None:
@@ -178,10 +174,6 @@ class DataConfig:
         self.phases()
         for name, source in self.mixture.items():
             require(bool(source.path), f"data.mixture.{name}.path: set files or directories")
-        require(
-            self.tokenizer is None or any(s.source != "tokens" for s in self.sources().values()),
-            "data.tokenizer is for text; token files are tokenized already",
-        )
 
     def phases(self) -> list[tuple[int, list[int]]]:
         """See `phases_of`, for `mixture`."""
@@ -200,7 +192,6 @@ class DataConfig:
                 source=kind,
                 train=source.path,
                 validation=source.validation,
-                tokenizer=None if kind == "tokens" else self.tokenizer,
                 text_key=self.text_key if source.text_key is None else source.text_key,
                 mixture={},
                 mixture_weights={},

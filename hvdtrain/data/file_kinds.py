@@ -36,11 +36,15 @@ class FileKind(NamedTuple):
 
 
 _TO_TOKENS = ".astype('<u2').tofile('train.u16')` writes a token file"
+_LLM_C = FileKind(
+    "a token file of llm.c, which has a header", "data.source tokens reads it as *.bin"
+)
 _TO_RECORDS = "convert it to JSON lines or Parquet"
 TAR_ARCHIVE = FileKind("a tar archive", "unpack it with `tar -xf {shell}`")
 PARQUET_FILE = FileKind(
     "a Parquet file", "name it *.parquet; data.source parquet reads a column of text"
 )
+ARROW_FILE = FileKind("an Arrow file", "data.source arrow reads a column of text in *.arrow")
 # Regular expression of the magic bytes, and the kind. None of them is likely to begin a text or
 # a token file.
 _MAGIC = {
@@ -62,27 +66,18 @@ _MAGIC = {
     rb"PK\x03\x04": FileKind("a zip archive", "unpack it with `unzip {shell}`"),
     rb".{257}ustar": TAR_ARCHIVE,
     rb"PAR1[\x00-\x08\x0e-\x1f]": PARQUET_FILE,  # a text may begin with the letters
-    rb"ARROW1\x00\x00|\xff{4}.{2}[\x00-\x0f]\x00": FileKind(
-        "an Arrow file",
-        "convert it to Parquet, a directory of `save_to_disk` with "
-        "`datasets.load_from_disk(DIRECTORY).to_parquet('train.parquet')`",
+    rb"ARROW1\x00\x00|\xff{4}.{2}[\x00-\x0f]\x00": ARROW_FILE,
+    rb"\x93NUMPY": FileKind(
+        "a NumPy array", "data.source tokens reads an array of integers in *.npy"
     ),
-    rb"\x93NUMPY": FileKind("a NumPy array", "`numpy.load({python})" + _TO_TOKENS),
     rb"\x89HDF\r\n\x1a\n": FileKind("an HDF5 file", _TO_RECORDS),
     rb".{4}\x00{4}\{\s*\"": FileKind("a SafeTensors file", _TO_RECORDS),
     rb"\x80[\x04\x05]\x95.{4}\x00{4}": FileKind("a pickle", _TO_RECORDS),
     rb"%PDF-": FileKind("a PDF file", "extract its text with `pdftotext {shell}`"),
-    rb"\x88\xd8\x34\x01\x01\x00{3}": FileKind(
-        "a token file of llm.c, which has a header",
-        "remove the header with `tail -c +1025 {shell} > train.u16`",
-    ),
-    rb"\xa1\xd9\x34\x01\x07\x00{3}": FileKind(
-        "a token file of llm.c, which has a header",
-        "remove the header with `tail -c +1025 {shell} > train.u32`",
-    ),
+    rb"\x88\xd8\x34\x01\x01\x00{3}": _LLM_C,
+    rb"\xa1\xd9\x34\x01\x07\x00{3}": _LLM_C,
     rb"MMIDIDX\x00\x00": FileKind(
-        "the index of a Megatron dataset",
-        "its *.bin has the tokens, which *.u16 or *.u32 and tokens.json make readable",
+        "the index of a Megatron dataset", "data.source tokens reads its *.bin"
     ),
 }
 _KINDS = [(re.compile(magic, re.DOTALL), kind) for magic, kind in _MAGIC.items()]

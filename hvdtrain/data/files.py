@@ -37,9 +37,11 @@ _BLOCKS_PER_FILE = 1 << 8
 # nothing was written to it for this long.
 STALE_SECONDS = 3600.0
 _LOCAL = "file://"
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 # Files that belong to data, whatever their size.
-_ABOUT_DATA = ("tokens.json",)
+_ABOUT_DATA = (
+    "tokens.json", ".idx", ".ds.index", ".ds.metadata", ".ds.loss", "state.json",
+    "dataset_info.json",
+)  # fmt: skip
 _SHOWN_NAMES = 5
 
 File = TypeVar("File", Path, RemoteFile)
@@ -124,18 +126,17 @@ def _choose(
     Raises:
         UserError: no file has such a suffix, or one would have it if it was not compressed.
     """
-    chosen = [path for path in sizes if path.suffix in suffixes]
-    others = [path for path in sizes if path.suffix not in suffixes]
-    known = f"{kind} (*{', *'.join(suffixes)})"
+    chosen = [path for path in sizes if path.name.endswith(suffixes)]
+    whole = {str(path) for path in chosen}
+    # A compressed file is read if the decompressed one is not there.
+    chosen = [p for p in chosen if str(p).removesuffix(p.suffix) not in whole]
+    others = [path for path in sizes if path not in chosen]
+    known = f"{kind} ({remote.shown(suffixes)})"
     others.sort(key=lambda path: (-sizes[path], str(path)))
     if not chosen:
         content = described(others[0])
         if len(others) == 1:
-            hint = (
-                "; make some with `hvdtrain data tokenize`, or rename tokens without a header"
-                if kind == "token file"
-                else ""
-            )
+            hint = "; make some with `hvdtrain data tokenize`" if kind == "token file" else ""
             hint = f", but {content}" if content else hint
             raise UserError(f"{key}: {others[0]} is not a {known}{hint}")
         hint = f"; {others[0].name} is {content}" if content else ""
@@ -146,7 +147,7 @@ def _choose(
     compressed = [
         path
         for path in others
-        if path.suffix in _COMPRESSED and decompressed[path].endswith(suffixes)
+        if path.suffix in remote.COMPRESSED and decompressed[path].endswith(suffixes)
     ]
     names = {str(path) for path in chosen}
     for path in compressed:
@@ -156,7 +157,7 @@ def _choose(
                 f"{key}: {path} would be skipped{content and f': it is {content}'}, or name the "
                 f"other files, such as with '*{suffixes[0]}'"
             )
-    others = [path for path in others if path not in compressed and path.name not in _ABOUT_DATA]
+    others = [p for p in others if p not in compressed and not p.name.endswith(_ABOUT_DATA)]
     if 100 * sum(sizes[path] for path in others) > sum(sizes[path] for path in chosen):
         warn_of_skipped(f"{key}: {pattern}", f"a {known}", [path.name for path in others])
     return chosen

@@ -17,12 +17,11 @@ from hvdtrain.data.file_kinds import check_text
 from hvdtrain.data.files import hidden_copy, remove_leftovers, split_files
 from hvdtrain.data.remote import DataFile
 from hvdtrain.data.text import RECORDS, Tokenizer, document_files, encode_file
+from hvdtrain.data.token_files import FileTokens, TokenMeta, read_token_files
 from hvdtrain.data.tokens import (
     AnyTokens,
     TokenArray,
-    TokenMeta,
     TokenWindows,
-    read_token_files,
     split_end,
 )
 from hvdtrain.errors import UserError
@@ -46,18 +45,27 @@ class PackedTokens:
     validation: Sequence[AnyTokens]
     meta: TokenMeta
 
-    def windows(self, context: int, key: str, vocab_size: int) -> tuple[TokenWindows, TokenWindows]:
+    @property
+    def has_documents(self) -> bool:
+        """Whether an index next to each file tells where documents begin."""
+        arrays = (*self.train, *self.validation)
+        return all(isinstance(array, FileTokens) and array.has_documents for array in arrays)
+
+    def windows(
+        self, context: int, key: str, vocab_size: int, documents: bool = False
+    ) -> tuple[TokenWindows, TokenWindows]:
         """(train, validation).
 
         Args:
             key: the configuration key that sets `context`, for messages.
             vocab_size: number of tokens that the model knows.
+            documents: see TokenWindows; `has_documents` is True.
 
         Raises:
             UserError: one of them would have no sample.
         """
-        train = TokenWindows(self.train, context, vocab_size)
-        validation = TokenWindows(self.validation, context, vocab_size)
+        train = TokenWindows(self.train, context, vocab_size, documents)
+        validation = TokenWindows(self.validation, context, vocab_size, documents)
         for split, windows in zip(_SPLITS, (train, validation), strict=True):
             if len(windows) == 0:
                 raise UserError(
@@ -73,13 +81,20 @@ class PackedTokens:
         return ", ".join(named) or "the standard library"
 
 
-def read_packed(data: DataConfig, tokenizer: Tokenizer | None) -> PackedTokens:
-    """Args: tokenizer: for text; None for `data.source tokens`.
+def read_packed(
+    data: DataConfig, tokenizer: Tokenizer | None, described: TokenMeta | None = None
+) -> PackedTokens:
+    """Read the tokens of a run.
+
+    Args:
+        tokenizer: of text.
+        described: see read_token_files.
 
     Raises:
         UserError: something cannot be read, or training and validation data do not match.
     """
-    if tokenizer is not None:
+    if data.source != "tokens":
+        assert tokenizer is not None
         separator = tokenizer.separator(data.source, data.document_mask)
         if separator is None and data.source in RECORDS:
             logger.warning(
@@ -88,9 +103,9 @@ def read_packed(data: DataConfig, tokenizer: Tokenizer | None) -> PackedTokens:
         train, validation = read_text(data, tokenizer)
         meta = replace(tokenizer.meta, separator=separator)
         return PackedTokens(data, [train], [validation], meta)
-    arrays, meta = read_token_files(data.key("train"), data.train)
+    arrays, meta = read_token_files(data.key("train"), data.train, described)
     if data.validation:
-        held_out, other = read_token_files(data.key("validation"), data.validation)
+        held_out, other = read_token_files(data.key("validation"), data.validation, described)
         if other != meta:
             raise UserError(
                 f"{data.key('train')} is {meta}, but {data.key('validation')} is {other}"
@@ -101,6 +116,27 @@ def read_packed(data: DataConfig, tokenizer: Tokenizer | None) -> PackedTokens:
     return PackedTokens(data, [*rest, last], [end], meta)
 
 
+def separate_documents(sources: Mapping[str, PackedTokens]) -> int | None:
+    """How documents are distinguished, with data.document_mask.
+
+    Returns:
+        The token between documents; None: the indexes next to all files tell where they begin.
+
+    Raises:
+        UserError: it is unknown for a source.
+    """
+    if all(source.has_documents for source in sources.values()):
+        return None
+    separators = {source.meta.separator for source in sources.values()}
+    if None in separators:
+        raise UserError(
+            "data.document_mask needs token files in which documents are separated: make them "
+            "with `hvdtrain data tokenize --separate`, or write the number of the token that "
+            "separates them into tokens.json (separator)"
+        )
+    return common_meta({name: source.meta for name, source in sources.items()}).separator
+
+
 def common_meta(metas: Mapping[str, TokenMeta]) -> TokenMeta:
     """Metadata of the tokens of all sources of a mixture.
 
@@ -109,7 +145,7 @@ def common_meta(metas: Mapping[str, TokenMeta]) -> TokenMeta:
     """
     first, *_ = found = list(metas.values())
     separators = {meta.separator for meta in found}
-    tokenizers = {(meta.tokenizer, meta.vocab_size) for meta in found}
+    tokenizers = {meta.vocabulary for meta in found}
     if len(tokenizers) > 1 or len(separators - {None}) > 1:
         shown = "; ".join(f"{name}: {meta}" for name, meta in metas.items())
         raise UserError(f"data.mixture: the sources were made with different tokenizers: {shown}")

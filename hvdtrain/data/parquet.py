@@ -71,6 +71,11 @@ class ParquetRows(Dataset[dict[str, Any]]):
         table = self._table(file, group).slice(row - int(groups[group]), 1)
         return records_of(table, self._files.paths[file])[0]
 
+    def where(self, index: int) -> str:
+        """Location such as "0.parquet: row 7", for messages."""
+        file = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return f"{self._files.paths[file]}: row {index - int(self._starts[file]) + 1}"
+
     def fingerprint(self) -> Fingerprint:
         """16 hex digits that change with the files' names, numbers of rows, or content."""
         return self._files.fingerprint(self.shard_samples.tolist())

@@ -16,6 +16,12 @@ from typing import Any, BinaryIO
 import numpy as np
 from torch.utils.data import Dataset
 
+from hvdtrain.data.compressed import (
+    also_compressed,
+    is_compressed,
+    open_decompressed,
+    readable_anywhere,
+)
 from hvdtrain.data.file_kinds import TAR_ARCHIVE, described
 from hvdtrain.data.files import Fingerprint, find_files, of_files
 from hvdtrain.data.index import Format, open_indexes
@@ -29,16 +35,18 @@ _CHUNK_BYTES = 1 << 24
 
 
 class Files:
-    """Several indexed files that form one sequence of samples.
+    """Several indexed files that form one sequence of samples; also compressed ones.
 
     Args:
         patterns: files, directories, globs or URLs.
-        cache: directory for indexes; None = next to the files. Remote files need it, unless there
-            are indexes next to them.
+        cache: directory for indexes and for decompressed copies; None = next to the files. Remote
+            files need it, unless there are indexes next to them.
         key: what the patterns come from, for messages.
 
     Attributes:
-        ranges: reads the files.
+        paths: the files, also compressed ones.
+        readable: the files, or decompressed copies of them.
+        ranges: reads these.
 
     Raises:
         UserError: there is no file, or one is broken.
@@ -48,7 +56,8 @@ class Files:
         self, patterns: Sequence[str], kind: Format, cache: str | None = None, key: str = "files"
     ) -> None:
         self.paths = find_files(key, patterns, kind.suffixes, kind.name)
-        self.indexes = open_indexes(self.paths, kind, cache)
+        self.readable = readable_anywhere(self.paths, cache)
+        self.indexes = open_indexes(self.readable, kind, cache)
         self.ranges = ByteRanges()
 
     def fingerprint(self, samples: Sequence[int]) -> Fingerprint:
@@ -88,14 +97,14 @@ class _Records(Dataset[dict[str, Any]]):
         file = bisect_right(self._starts, number) - 1
         path, index = self._files.paths[file], self._files.indexes[file]
         start, stop = index[number - self._starts[file] :][:2].tolist()
-        return path, start, self._files.ranges.read(path, start, stop)
+        return path, start, self._files.ranges.read(self._files.readable[file], start, stop)
 
 
 class JsonLines(_Records):
     """A sample is the object on a line; empty lines are skipped.
 
     Args:
-        patterns: files (*.jsonl, *.ndjson), directories, globs or URLs.
+        patterns: files (*.jsonl, *.ndjson, also compressed), directories, globs or URLs.
         cache: directory for indexes, see Files.
         key: what the patterns come from, for messages.
 
@@ -124,7 +133,7 @@ class TarShards(_Records):
     train/0001.cls. "__shard__" is the path of the file.
 
     Args:
-        patterns: files (*.tar, not compressed), directories, globs or URLs.
+        patterns: files (*.tar, also compressed), directories, globs or URLs.
         cache: directory for indexes, see Files.
         key: what the patterns come from, for messages.
     """
@@ -202,7 +211,7 @@ def parse_line(line: bytes, path: DataFile, start: int) -> dict[str, Any]:
         found, reason = None, str(error)
     if isinstance(found, dict):
         return found
-    if content := described(path):
+    if not is_compressed(path) and (content := described(path)):
         raise UserError(f"{path} is {content}")
     number = line_number(path, start)
     raise UserError(f"{path}: line {number} is not a JSON object ({reason}): repair or remove it")
@@ -224,8 +233,8 @@ def unicode_problem(value: Any) -> str:
 
 
 def line_number(path: DataFile, start: int) -> int:
-    """Number of the line, from 1, that contains the byte `start` of a file."""
-    with open_file(path) as opened:
+    """Number of the line, from 1, that contains the byte `start` of a file's content."""
+    with open_decompressed(path) as opened:
         return 1 + sum(part.count(b"\n") for part in _parts(opened, start))
 
 
@@ -310,5 +319,7 @@ def _broken_shard(path: DataFile, error: Exception) -> UserError:
     )
 
 
-JSON_LINES = Format("file of JSON lines", (".jsonl", ".ndjson"), scan_lines, splits=True)
-TAR = Format("tar shard", (".tar",), scan_tar)
+JSON_LINES = Format(
+    "file of JSON lines", also_compressed((".jsonl", ".ndjson")), scan_lines, splits=True
+)
+TAR = Format("tar shard", also_compressed((".tar",)), scan_tar)

@@ -34,6 +34,7 @@ _CACHE_BYTES = 1 << 28
 _OPEN_FILES = 64
 # Requests that a process sends at a time when it looks at many files.
 REQUESTS_AT_ONCE = 16
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 # Pauses before a failed request is repeated, in seconds.
 _PAUSES = (0.5, 1.0, 2.0, 4.0)
 _PERMANENT = (
@@ -95,6 +96,11 @@ class RemoteFile:
 DataFile = Path | RemoteFile
 
 
+def shown(suffixes: Sequence[str]) -> str:
+    """Suffixes for messages, such as "*.jsonl, *.ndjson", without those of compressed files."""
+    return ", ".join(f"*{suffix}" for suffix in suffixes if not suffix.endswith(COMPRESSED))
+
+
 def is_url(pattern: str) -> bool:
     return re.match(r"[a-z][a-z0-9+.-]+://", pattern) is not None
 
@@ -116,7 +122,7 @@ def find(
     Raises:
         UserError: a URL matches no file, or its server cannot be reached.
     """
-    kind = f" (*{', *'.join(suffixes)})" if suffixes else ""
+    kind = f" ({shown(suffixes)})" if suffixes else ""
     facts: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
         of_patterns = pool.map(lambda pattern: _match(key, pattern, suffixes), patterns)
@@ -144,8 +150,8 @@ def _match(key: str, pattern: str, suffixes: tuple[str, ...] | None) -> dict[str
         system.invalidate_cache()
         if "*" in path:
             return dict(system.glob(path, detail=True))
-        suffix = posixpath.splitext(urlsplit(path).path)[1]
-        named = suffix in suffixes if suffixes else bool(suffix)
+        name = urlsplit(path).path
+        named = name.endswith(suffixes) if suffixes else bool(posixpath.splitext(name)[1])
         # Over HTTP, to ask whether a file is a directory would download it.
         if not named and system.isdir(path):
             return dict(system.find(path, detail=True))

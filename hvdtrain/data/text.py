@@ -1,8 +1,8 @@
 """Text as tokens: its bytes, or the tokens of a `tokenizers` file.
 
-A document is a text file, or a record of JSON lines or Parquet. If a file holds several documents,
-an end token follows each (Tokenizer.end). Each rank holds all tokens in memory. Text of many
-gigabytes is better tokenized once (`hvdtrain data tokenize`) and memory-mapped
+A document is a text file, or a record of JSON lines, Parquet or Arrow. If a file holds several
+documents, an end token follows each (Tokenizer.end). Each rank holds all tokens in memory. Text of
+many gigabytes is better tokenized once (`hvdtrain data tokenize`) and memory-mapped
 (`data.source tokens`).
 """
 
@@ -16,12 +16,16 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.data.arrow import ARROW, batches, of_datasets
+from hvdtrain.data.compressed import open_decompressed
+from hvdtrain.data.file_kinds import ARROW_FILE, HEAD_BYTES, kind_of
 from hvdtrain.data.files import find_files, standard_library
 from hvdtrain.data.index import Format
 from hvdtrain.data.parquet import PARQUET, read_group, records_of, row_groups
 from hvdtrain.data.records import JSON_LINES, parse_line, unicode_problem
-from hvdtrain.data.remote import ByteRanges, DataFile, open_file
-from hvdtrain.data.tokens import TokenArray, TokenMeta, with_separator
+from hvdtrain.data.remote import ByteRanges, DataFile, beginning
+from hvdtrain.data.token_files import TokenMeta
+from hvdtrain.data.tokens import TokenArray, with_separator
 from hvdtrain.errors import UserError
 from hvdtrain.untrusted import parse_json
 
@@ -33,7 +37,7 @@ _LARGEST_EMPTY_FILE = 1 << 14
 # Common names of the end-of-document token.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 # data.source -> format of its files; with other sources, each file holds one document.
-RECORDS: dict[str, Format] = {"jsonl": JSON_LINES, "parquet": PARQUET}
+RECORDS: dict[str, Format] = {"jsonl": JSON_LINES, "parquet": PARQUET, "arrow": ARROW}
 
 
 class Tokenizer:
@@ -194,8 +198,7 @@ def documents(path: DataFile, source: str, text_key: str) -> Iterator[bytes]:
     if source not in RECORDS:
         yield read(path)
     else:
-        records = json_lines(path) if source == "jsonl" else _rows(path, text_key)
-        for where, record in records:
+        for where, record in records(path, source, text_key):
             try:
                 text = text_of(record, text_key)
                 content = text.encode()
@@ -240,7 +243,7 @@ def json_lines(path: DataFile) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     start = 0
     try:
-        with open_file(path) as opened:
+        with open_decompressed(path) as opened:
             for number, line in enumerate(opened, start=1):
                 if line.strip():
                     yield f"line {number}", parse_line(line, path, start)
@@ -249,11 +252,30 @@ def json_lines(path: DataFile) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"{path}: {error.strerror}") from None
 
 
-def _rows(path: DataFile, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    ranges = ByteRanges()
-    for group, first in enumerate(row_groups(path)[:-1].tolist()):
-        rows = records_of(read_group(path, group, [column], ranges), path)
-        yield from ((f"row {number}", row) for number, row in enumerate(rows, start=first + 1))
+def records(
+    path: DataFile, source: str, column: str | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("line 3" or "row 3", record) of each record of a file.
+
+    Args:
+        source: as `data.source`, one of RECORDS.
+        column: the only one to read of a table; None = all.
+
+    Raises:
+        UserError: the file is broken, or lacks the column.
+    """
+    if source == "jsonl":
+        yield from json_lines(path)
+        return
+    columns, ranges, number = None if column is None else [column], ByteRanges(), 0
+    parts: Iterator[Any] = batches(path, columns, ranges)
+    if source == "parquet":
+        groups = range(len(row_groups(path)) - 1)
+        parts = (read_group(path, group, columns, ranges) for group in groups)
+    for part in parts:
+        for row in records_of(part, path):
+            number += 1
+            yield f"row {number}", row
 
 
 def document_files(
@@ -271,14 +293,16 @@ def document_files(
     Raises:
         UserError: a pattern matches no file, or records would be read as text.
     """
-    records = RECORDS.get(source)
-    kind = (records.suffixes, records.name) if records else ()
+    form = RECORDS.get(source)
+    kind = (form.suffixes, form.name) if form else ()
     if not patterns:
         return [*standard_library()]
     files = find_files(key, patterns, *kind)
-    if records is None:
+    if form is None:
         _refuse_records(key, files, *keys)
         return files
+    if source == "arrow":
+        files = of_datasets(key, files)
     full = [path for path in files if not _is_empty(path, source)]
     if not full:
         raise UserError(f"{key}: {', '.join(map(str, files[:3]))}: no records, only empty files")
@@ -289,9 +313,10 @@ def _is_empty(path: DataFile, source: str) -> bool:
     """Whether a file has no records: only its schema, or only empty lines."""
     if path.stat().st_size > _LARGEST_EMPTY_FILE:
         return False
-    if source == "parquet":
-        return bool(row_groups(path)[-1] == 0)
-    return not read(path).strip()
+    if source != "jsonl":
+        return next(records(path, source), None) is None
+    with open_decompressed(path) as opened:
+        return not any(map(bytes.strip, opened))
 
 
 def _refuse_records(key: str, paths: Sequence[DataFile], source: str, text_key: str) -> None:
@@ -317,16 +342,17 @@ def _refuse_records(key: str, paths: Sequence[DataFile], source: str, text_key: 
 
 def _kind_of_records(path: DataFile) -> str | None:
     """Kind of RECORDS in a file, by its name and its beginning; None if there is none."""
-    kind = next((kind for kind, form in RECORDS.items() if path.suffix in form.suffixes), None)
+    kind = next((k for k, form in RECORDS.items() if path.name.endswith(form.suffixes)), None)
     if kind is None:
         return None
     try:
-        with open_file(path) as file:
-            beginning = file.readline(_LONGEST_LINE)
-        if kind == "parquet":
-            return kind if beginning.startswith(b"PAR1") else None
-        return kind if isinstance(parse_json(beginning), dict) else None
-    except (OSError, ValueError):
+        if kind != "jsonl":
+            head = beginning(path, HEAD_BYTES)
+            known = head.startswith(b"PAR1") if kind == "parquet" else kind_of(head) is ARROW_FILE
+            return kind if known else None
+        with open_decompressed(path) as file:
+            return kind if isinstance(parse_json(file.readline(_LONGEST_LINE)), dict) else None
+    except (OSError, ValueError, UserError):
         return None  # reading it as text reports the error
 
 

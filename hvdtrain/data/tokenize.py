@@ -27,7 +27,9 @@ from hvdtrain.data.files import (
 )
 from hvdtrain.data.remote import DataFile
 from hvdtrain.data.text import RECORDS, Tokenizer, document_files, encode_file
-from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta, split_end
+from hvdtrain.data.token_files import TokenMeta
+from hvdtrain.data.token_formats import DTYPES
+from hvdtrain.data.tokens import TokenArray, split_end
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_directory
 from hvdtrain.run_files.owner_token import boot
@@ -78,7 +80,7 @@ class Source:
         tokenizer: a tokenizer.json; None = bytes
         validation_fraction: fraction of the bytes for validation, split by file (for a single
             file: its end), as with `data.source text`
-        kind: `text`, `jsonl` or `parquet`, as data.source
+        kind: `text`, `jsonl`, `parquet` or `arrow`, as data.source
         text_key: key of a record's text
         separate: put an end-of-document token after each document; records always get one, if the
             tokenizer has it

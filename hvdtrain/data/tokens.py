@@ -1,13 +1,9 @@
-"""Token sequences: windows over arrays of tokens, in memory or memory-mapped."""
+"""Token sequences: windows over arrays of tokens, in memory or in files."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,95 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hvdtrain.data.file_kinds import HEAD_BYTES, TEXT, is_text, kind_of, refusal
-from hvdtrain.data.files import FileFacts, Fingerprint, find_files, names_below_root
-from hvdtrain.data.remote import ByteRanges, DataFile, RemoteFile, beginning, read_url
+from hvdtrain.data.files import FileFacts, Fingerprint, names_below_root
+from hvdtrain.data.remote import RemoteFile
+from hvdtrain.data.token_files import FileTokens, outside_vocabulary
 from hvdtrain.errors import UserError
-from hvdtrain.log import logger
 
 TokenArray = NDArray[Any]  # 1-D, any unsigned integer type
-
-# The suffix of a token file determines its dtype.
-_META = "tokens.json"
-# Tokens that show whether they are wider than their suffix says.
-_FEWEST = 64
-DTYPES: dict[str, np.dtype[Any]] = {".u16": np.dtype("<u2"), ".u32": np.dtype("<u4")}
-
-
-@dataclass(frozen=True)
-class TokenMeta:
-    """Content of tokens.json, which is stored next to token files.
-
-    Args:
-        vocab_size: tokens are in [0, vocab_size)
-        tokenizer: file name of the tokenizer, or "bytes"
-        separator: the token between two documents; None: no separator
-        token_bytes: number of bytes of text per token; None: 1 for "bytes", otherwise unknown
-    """
-
-    vocab_size: int
-    tokenizer: str
-    separator: int | None = None
-    token_bytes: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
-
-    def bytes_of_tokens(self) -> NDArray[np.int64] | None:
-        """Number of bytes of text per token (vocab_size); None if unknown."""
-        if self.token_bytes is None and self.tokenizer != "bytes":
-            return None
-        sizes = np.ones(self.vocab_size, dtype=np.int64)
-        if self.token_bytes is not None:
-            sizes[:] = self.token_bytes
-        if self.separator is not None:
-            sizes[self.separator] = 0
-        return sizes
-
-    def write(self, directory: Path) -> None:
-        (directory / _META).write_text(json.dumps(asdict(self)) + "\n")
-
-    @classmethod
-    def read(cls, file: DataFile) -> TokenMeta:
-        """The metadata next to a token file."""
-        remote = isinstance(file, RemoteFile)
-        path = file.sibling(_META) if isinstance(file, RemoteFile) else file.with_name(_META)
-        try:
-            facts = json.loads(read_url(str(path)) if remote else Path(path).read_text())
-            sizes = facts.pop("token_bytes", None)
-            return cls(**facts, token_bytes=None if sizes is None else tuple(sizes))
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{path}: cannot be read ({error}); token files are made by "
-                "`hvdtrain data tokenize`, which writes it next to them"
-            ) from None
-
-
-class RemoteTokens:
-    """Tokens of a remote token file. A slice is read when it is converted to a numpy array.
-
-    Args:
-        span: numbers of its tokens in the file.
-        ranges: reads the file.
-    """
-
-    def __init__(self, file: RemoteFile, span: range, ranges: ByteRanges) -> None:
-        self.file = file
-        self.dtype = DTYPES[file.suffix]
-        self._span = span
-        self._ranges = ranges
-
-    def __len__(self) -> int:
-        return len(self._span)
-
-    def __getitem__(self, which: slice) -> RemoteTokens:
-        return RemoteTokens(self.file, self._span[which], self._ranges)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> TokenArray:
-        start, stop = self._span.start, self._span.stop
-        size = self.dtype.itemsize
-        content = self._ranges.read(self.file, start * size, stop * size)
-        return np.frombuffer(content, self.dtype).astype(dtype or self.dtype)
-
-
-AnyTokens = TokenArray | RemoteTokens
+AnyTokens = TokenArray | FileTokens
 
 
 class TokenWindows(Dataset[Tensor]):
@@ -116,17 +30,24 @@ class TokenWindows(Dataset[Tensor]):
         arrays: tokens, 1-D, at least context + 1 of them together.
         context: number of tokens a sample trains on.
         vocab_size: tokens must be less; None: any token is valid.
+        documents: also give the number of each token's document; the arrays know the borders.
 
     Attributes:
         shard_samples: number of samples that begin in each array, int64.
     """
 
     def __init__(
-        self, arrays: Sequence[AnyTokens], context: int, vocab_size: int | None = None
+        self,
+        arrays: Sequence[AnyTokens],
+        context: int,
+        vocab_size: int | None = None,
+        documents: bool = False,
     ) -> None:
         self.arrays = arrays
         self.context = context
         self._vocab_size = vocab_size
+        self._documents = documents
+        self._signed = any(array.dtype.kind == "i" for array in arrays)
         self.starts = np.cumsum([0] + [len(a) for a in arrays])
         self.tokens = int(self.starts[-1])
         first_samples = np.minimum(-(-self.starts // context), len(self))
@@ -136,18 +57,31 @@ class TokenWindows(Dataset[Tensor]):
         return max(0, (self.tokens - 1) // self.context)
 
     def __getitem__(self, index: int) -> Tensor:
-        """int64 of shape (context + 1,); raise UserError if a token is not in the vocabulary."""
+        """Return a sample.
+
+        Returns:
+            int64 (context + 1,): tokens; with `documents` (2, context + 1): also the number of each
+            token's document, from 0 in each sample.
+
+        Raises:
+            UserError: a token is not in the vocabulary.
+        """
         start = index * self.context
-        tokens = self._read(start, start + self.context + 1)
+        stop = start + self.context + 1
+        tokens = self._read(start, stop)
         if self._vocab_size is not None and (largest := int(tokens.max())) >= self._vocab_size:
             raise self._beyond(start + int(tokens.argmax()), largest)
-        return torch.from_numpy(tokens)
+        if self._signed and (smallest := int(tokens.min())) < 0:
+            raise self._beyond(start + int(tokens.argmin()), smallest)
+        if not self._documents:
+            return torch.from_numpy(tokens)
+        return torch.from_numpy(np.stack([tokens, self._numbers(start, stop)]))
 
     def _beyond(self, place: int, token: int) -> UserError:
-        file = _token_file(self.arrays[int(np.searchsorted(self.starts, place, side="right")) - 1])
+        array = self.arrays[int(np.searchsorted(self.starts, place, side="right")) - 1]
         vocab_size = self._vocab_size or 0
-        if file is not None:
-            return UserError(f"{file}: {_outside(token, vocab_size)}")
+        if isinstance(array, FileTokens):
+            return UserError(f"{array.file}: {outside_vocabulary(token, vocab_size)}")
         return UserError(
             f"data.tokenizer: token {token} is outside the vocabulary of {vocab_size} tokens: the "
             "token numbers have gaps"
@@ -155,15 +89,26 @@ class TokenWindows(Dataset[Tensor]):
 
     def _read(self, start: int, stop: int) -> NDArray[np.int64]:
         out = np.empty(stop - start, dtype=np.int64)
-        at = start
-        i = int(np.searchsorted(self.starts, start, side="right")) - 1
-        while at < stop:
-            end = min(stop, int(self.starts[i + 1]))
-            out[at - start : end - start] = self.arrays[i][
-                at - self.starts[i] : end - self.starts[i]
-            ]
-            at, i = end, i + 1
+        for at, part in self._parts(start, stop):
+            out[at - start : at - start + len(part)] = part
         return out
+
+    def _numbers(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the number of the document of each token, from 0."""
+        out, next_number = np.empty(stop - start, dtype=np.int64), 0
+        for at, part in self._parts(start, stop):
+            assert isinstance(part, FileTokens)
+            out[at - start : at - start + len(part)] = numbers = part.documents() + next_number
+            next_number = int(numbers[-1]) + 1  # no document continues in another file
+        return out
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, AnyTokens]]:
+        """Yield (number of its first token, tokens) of each array's part of these tokens."""
+        i = int(np.searchsorted(self.starts, start, side="right")) - 1
+        while start < stop:
+            first, end = int(self.starts[i]), min(stop, int(self.starts[i + 1]))
+            yield start, self.arrays[i][start - first : end - first]
+            start, i = end, i + 1
 
     def fingerprint(self) -> Fingerprint:
         """16 hex digits that change with the size or the ends of any array.
@@ -173,7 +118,7 @@ class TokenWindows(Dataset[Tensor]):
         whole, contents = hashlib.sha256(), []
         for array in self.arrays:
             parts = [f"{len(array)} {array.dtype.str} ".encode()]
-            if isinstance(array, RemoteTokens):
+            if isinstance(array, FileTokens) and isinstance(array.file, RemoteFile):
                 parts.append(f"{array.file.stat()} ".encode())
             else:
                 ends = (array[: 1 << 20], array[-(1 << 20) :])
@@ -181,7 +126,7 @@ class TokenWindows(Dataset[Tensor]):
             for part in parts:
                 whole.update(part)
             contents.append(hashlib.sha256(b"".join(parts)).hexdigest()[:16])
-        files = [file for file in map(_token_file, self.arrays) if file is not None]
+        files = [array.file for array in self.arrays if isinstance(array, FileTokens)]
         facts: list[FileFacts] = []
         if len(files) == len(contents):
             sizes = [len(array) * array.dtype.itemsize for array in self.arrays]
@@ -190,84 +135,14 @@ class TokenWindows(Dataset[Tensor]):
         return Fingerprint(whole.hexdigest()[:16], facts)
 
 
-def _token_file(array: AnyTokens) -> DataFile | None:
-    """The token file of an array; None: it has another source."""
-    if isinstance(array, RemoteTokens):
-        return array.file
-    path = getattr(array, "filename", None)  # of np.memmap
-    return Path(path) if path is not None and Path(path).suffix in DTYPES else None
-
-
-def _outside(token: int, vocab_size: int) -> str:
-    return (
-        f"token {token} is outside the vocabulary of {vocab_size} tokens in {_META}: check the "
-        "tokens, the suffix, which sets their size (.u16 or .u32), and vocab_size"
-    )
+def tokens_of(samples: Tensor) -> Tensor:
+    """The tokens of samples of TokenWindows, without the numbers of their documents."""
+    return samples[..., 0, :] if samples.dim() == 3 else samples
 
 
 def with_separator(tokens: TokenArray, separator: int | None) -> TokenArray:
     """Append the separator, if any, to the tokens of a document."""
     return tokens if separator is None else np.append(tokens, tokens.dtype.type(separator))
-
-
-def read_token_files(key: str, patterns: Sequence[str]) -> tuple[list[AnyTokens], TokenMeta]:
-    """Memory-map local token files; open remote ones.
-
-    Args:
-        key: the configuration key the patterns come from, for messages.
-        patterns: files, directories, globs or URLs.
-
-    Raises:
-        UserError: no file, a wrong suffix, an empty file, files of different vocabularies, or
-            content that is not tokens of the vocabulary, as far as the start of a file shows it.
-    """
-    paths = find_files(key, patterns, suffixes=tuple(DTYPES))
-    of_directories = {os.path.dirname(str(path)): path for path in paths}
-    metas = {TokenMeta.read(path) for path in of_directories.values()}
-    if len(metas) > 1:
-        raise UserError(f"{key}: these token files were made with different tokenizers: {metas}")
-    for path in paths:
-        # Of remote files one per directory: each costs a request.
-        if isinstance(path, Path) or path in of_directories.values():
-            _check_start(key, path, next(iter(metas)).vocab_size)
-    arrays: list[AnyTokens] = []
-    ranges = ByteRanges()
-    for path in paths:
-        if isinstance(path, RemoteFile):
-            tokens, rest = divmod(path.size, DTYPES[path.suffix].itemsize)
-            if rest:
-                raise UserError(f"{key}: {path} has {path.size} bytes: it is truncated")
-            arrays.append(RemoteTokens(path, range(tokens), ranges))
-            continue
-        try:
-            arrays.append(np.memmap(path, dtype=DTYPES[path.suffix], mode="r"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{key}: {path}: {error}") from None
-    return arrays, metas.pop()
-
-
-def _check_start(key: str, path: DataFile, vocab_size: int) -> None:
-    """Check that the start of a file consists of tokens; raise UserError if it does not."""
-    head, dtype = beginning(path, HEAD_BYTES), DTYPES[path.suffix]
-    content = kind_of(head) or (TEXT if is_text(head) else None)
-    if content is not None:
-        raise refusal(key, path, content)
-    tokens = np.frombuffer(head[: len(head) - len(head) % dtype.itemsize], dtype)
-    bits = 8 * dtype.itemsize
-    upper = (vocab_size - 1) >> bits  # the largest upper half of a token of twice as many bits
-    wider = path.stat().st_size % (2 * dtype.itemsize) == 0 and len(tokens) >= _FEWEST
-    if wider and tokens[1::2].max() <= upper < tokens[::2].max():
-        logger.warning(  # other tokens may have this form, too
-            "%s: %s: every second number of %d bits is at most %d. If the tokens have %d bits, %s",
-            key,
-            path,
-            bits,
-            upper,
-            2 * bits,
-            "name the file *.u32" if bits == 16 else "store them with 32 bits",
-        )
-    if len(tokens) and tokens.max() >= vocab_size:
-        raise UserError(f"{key}: {path}: {_outside(int(tokens.max()), vocab_size)}")
 
 
 Tokens = TypeVar("Tokens", bound=Any)  # TokenArray, or AnyTokens

@@ -76,7 +76,7 @@ class HuggingFace:
         model: nn.Module = build_trained(self.config, self._directory, self._data.classes, weights)
         if self._data.classes is None:
             check_causal(self._directory, model)
-        if own.pack or self._data.separator is not None:
+        if own.pack or self._data.apart:
             check_separable(self._directory, model)
         return model
 
@@ -85,10 +85,11 @@ class HuggingFace:
         """Return a batch of samples.
 
         Returns:
-            For text int64 (N, context + 1); for answers tokens and targets, (N, context) each, and
-            with huggingface.pack positions (N, context); for labels tokens (N, context), their
-            numbers (N,) and labels (N,). Except for text, last the number of columns that some
-            sample uses: on a GPU, `loss` would have to wait for it.
+            For text int64 as in TokenWindows, (N, context + 1) or (N, 2, context + 1); for answers
+            tokens and targets, (N, context) each, and with huggingface.pack positions (N, context);
+            for labels tokens (N, context), their numbers (N,) and labels (N,). Except for text,
+            last the number of columns that some sample uses: on a GPU, `loss` would have to wait
+            for it.
         """
         from torch import Tensor
         from torch.utils.data import default_collate
@@ -112,11 +113,17 @@ class HuggingFace:
             return self._loss_of_labels(model, *batch)
         if not isinstance(batch, Tensor):
             return _loss_of_tokens(model, *_without_padding(*batch))
-        tokens, targets = batch[:, :-1], batch[:, 1:]
+        from hvdtrain.data.tokens import tokens_of
+
+        tokens, targets = tokens_of(batch)[:, :-1], tokens_of(batch)[:, 1:]
         assert self._data is not None
-        if self._data.separator is None:
+        if not self._data.apart:
             return _loss_of_tokens(model, tokens, targets)
-        return _loss_of_tokens(model, tokens, *_separated(tokens, targets, self._data.separator))
+        if self._data.separator is not None:
+            ends = tokens == self._data.separator
+        else:
+            ends = batch[:, 1, :-1] != batch[:, 1, 1:]
+        return _loss_of_tokens(model, tokens, *_separated(targets, ends))
 
     def _loss_of_labels(
         self, model: nn.Module, tokens: Tensor, lengths: Tensor, labels: Tensor, columns: int
@@ -259,17 +266,19 @@ def _loss_of_tokens(
     return {"loss": (losses, (targets >= 0).sum())}
 
 
-def _separated(tokens: Tensor, targets: Tensor, separator: int) -> tuple[Tensor, Tensor]:
-    """Targets and positions (N, context) of documents, each of which ends with the separator.
+def _separated(targets: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Targets and positions (N, context) of documents.
 
-    A separator has no target, because the next document begins after it.
+    The last token of a document has no target, because another document begins after it.
+
+    Args:
+        ends: bool (N, context): whether a token is the last one of its document.
     """
     import torch
 
     from hvdtrain.tasks.huggingface_data import IGNORED
 
-    ends = tokens == separator
-    numbers = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    numbers = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
     begins = torch.where(ends, numbers + 1, 0).cummax(dim=1).values
     begins = torch.cat((torch.zeros_like(begins[:, :1]), begins[:, :-1]), dim=1)
     return targets.masked_fill(ends, IGNORED), numbers - begins

@@ -22,9 +22,10 @@ from torch.utils.data import Dataset
 from hvdtrain.data.config import DataConfig
 from hvdtrain.data.files import Fingerprint
 from hvdtrain.data.order import Indices
-from hvdtrain.data.packed import read_packed
-from hvdtrain.data.records import JsonLines
+from hvdtrain.data.packed import read_packed, separate_documents
 from hvdtrain.data.text import Tokenizer, read
+from hvdtrain.data.token_files import TokenMeta
+from hvdtrain.data.tokens import tokens_of
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.tasks import Datasets
@@ -39,6 +40,7 @@ from hvdtrain.tasks.huggingface_lines import (
     Lines,
     alpaca_prompt,
     holds_lines,
+    open_records,
     recognize,
 )
 from hvdtrain.tasks.huggingface_model import Classes, ModelDirectory
@@ -59,7 +61,9 @@ class TextData:
         tokenizer: None if the data is already tokenized.
         prompt: tokens of the validation data that a sample of the model continues.
         ends: tokens that end the sample.
-        separator: the token that ends each document, with data.document_mask.
+        separator: the token that ends each document, with data.document_mask; None also if samples
+            have the numbers of documents.
+        apart: documents of a sample do not see each other.
         classes: classes of a classifier.
     """
 
@@ -69,6 +73,7 @@ class TextData:
     prompt: Sequence[int] = ()
     ends: Sequence[int] = ()
     separator: int | None = None
+    apart: bool = False
     classes: Classes | None = None
 
 
@@ -84,15 +89,16 @@ def read_data(config: HuggingFaceTaskConfig, directory: ModelDirectory) -> TextD
         if own.learn in ("answers", "labels"):
             raise UserError(
                 f"huggingface.learn {own.learn} needs data.train, files of JSON lines (*.jsonl, "
-                "*.ndjson), and data.source text or jsonl"
+                "*.ndjson), or Parquet or Arrow files and data.source parquet or arrow"
             )
         return _windows(config, data, directory, tokenizer, context)
     assert tokenizer is not None
     file = tokenizer_file(config, directory)
     template = find_template(own.chat_template, file, directory, own.day)
+    data = replace(data, source="jsonl") if data.source == "text" else data
     form = recognize(own, data, template is not None)
     if form.kind == "text":
-        found = _windows(config, replace(data, source="jsonl"), directory, tokenizer, context)
+        found = _windows(config, data, directory, tokenizer, context)
     elif form.chats and template is None:
         raise UserError(
             f"huggingface.model: {directory.path} has no chat template (chat_template.jinja, or "
@@ -155,19 +161,18 @@ def _windows(
             "data.train is text: its samples are always packed, and data.document_mask keeps the "
             "documents apart"
         )
-    packed = read_packed(data, tokenizer)
+    vocab_size = directory.text.vocab_size
+    packed = read_packed(data, tokenizer, TokenMeta(vocab_size, str(directory.path)))
     if tokenizer is None:
         _check_vocabulary(directory, packed.meta.vocab_size)
-    separator = packed.meta.separator if data.document_mask else None
-    if data.document_mask and separator is None:
-        raise UserError(
-            "data.document_mask needs token files in which documents are separated: make them "
-            "with `hvdtrain data tokenize --separate`"
-        )
-    train, validation = packed.windows(context, "huggingface.context", directory.text.vocab_size)
+    apart = data.document_mask
+    separator = separate_documents({"": packed}) if apart else None
+    train, validation = packed.windows(
+        context, "huggingface.context", vocab_size, apart and separator is None
+    )
     datasets = Datasets(train, validation, train.fingerprint())
-    prompt = validation[0][: min(_PROMPT, context - 1)].tolist()
-    return TextData(datasets, context, tokenizer, prompt, separator=separator)
+    prompt = tokens_of(validation[0][None])[0, : min(_PROMPT, context - 1)].tolist()
+    return TextData(datasets, context, tokenizer, prompt, separator=separator, apart=apart)
 
 
 def _of_lines(
@@ -297,9 +302,9 @@ def _keys_of_labels(config: HuggingFaceTaskConfig) -> Keys:
 def _lines(config: HuggingFaceTaskConfig) -> tuple[Lines, Lines]:
     """Return (train, validation)."""
     data = config.data
-    train = Lines.of(JsonLines(data.train, data.cache, "data.train"))
+    train = Lines.of(open_records("data.train", data.train, data))
     if data.validation:
-        return train, Lines.of(JsonLines(data.validation, data.cache, "data.validation"))
+        return train, Lines.of(open_records("data.validation", data.validation, data))
     if len(train) < 2:
         raise UserError(
             f"data.train: {plural(len(train), 'line')}: too few to split off validation data; set "

@@ -1,4 +1,4 @@
-"""JSON lines of the task huggingface, and their format, which their first line shows."""
+"""Lines or rows of the task huggingface, and their format, which the first one shows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from hvdtrain.data.arrow import ArrowRows, of_datasets
 from hvdtrain.data.config import DataConfig
 from hvdtrain.data.file_kinds import described
 from hvdtrain.data.files import expand
 from hvdtrain.data.order import Indices, permute
+from hvdtrain.data.parquet import ParquetRows
 from hvdtrain.data.records import JSON_LINES, JsonLines, unicode_problem
-from hvdtrain.data.text import json_lines, text_of
+from hvdtrain.data.text import RECORDS, records, text_of
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.huggingface_config import HuggingFaceConfig
 from hvdtrain.untrusted import parse_json
@@ -47,20 +49,43 @@ _KNOWN = (
 )
 
 
+Records = JsonLines | ParquetRows | ArrowRows
+
+
+def open_records(key: str, patterns: Sequence[str], data: DataConfig) -> Records:
+    """Open the files of records that `data.source` names.
+
+    Args:
+        key: the configuration key the patterns come from, for messages.
+    """
+    if data.source == "parquet":
+        return ParquetRows(patterns, None, data.cache, key)
+    if data.source == "arrow":
+        return ArrowRows(patterns, None, key)
+    return JsonLines(patterns, data.cache, key)
+
+
+def present(value: Any) -> Any:
+    """A value of a row without the keys whose values are null: a table has all keys in each row."""
+    if isinstance(value, dict):
+        return {key: present(inner) for key, inner in value.items() if inner is not None}
+    return [*map(present, value)] if isinstance(value, list) else value
+
+
 @dataclass(frozen=True)
 class Lines:
-    """A selection of lines from files of JSON lines.
+    """A selection of lines from files of JSON lines, or of rows of Parquet or Arrow files.
 
     Args:
         objects: objects of all lines.
         chosen: the numbers of the selected lines, int64.
     """
 
-    objects: JsonLines
+    objects: Records
     chosen: Indices
 
     @classmethod
-    def of(cls, objects: JsonLines) -> Lines:
+    def of(cls, objects: Records) -> Lines:
         return cls(objects, np.arange(len(objects)))
 
     def __len__(self) -> int:
@@ -69,6 +94,8 @@ class Lines:
     def __getitem__(self, index: int) -> Line:
         """Raise UserError if the line is not a JSON object, or has text that is not Unicode."""
         number = int(self.chosen[index])
+        if not isinstance(self.objects, JsonLines):
+            return Line(present(self.objects[number]), self.objects, number)
         line = Line(self.objects[number], self.objects, number)
         if problem := unicode_problem(line.content):
             raise UserError(f"{line.where} {problem}")
@@ -88,7 +115,7 @@ class Line:
     """An object and its number among all lines."""
 
     content: dict[str, Any]
-    objects: JsonLines
+    objects: Records
     number: int
 
     @property
@@ -349,10 +376,10 @@ def holds_lines(key: str, patterns: Sequence[str], source: str) -> bool:
         UserError: some files are JSON lines and others are not, or the files are whole JSON files.
     """
     if source != "text" or not patterns:
-        return source == "jsonl"
+        return source in RECORDS and bool(patterns)
     files = expand(key, patterns)
-    lines = [path for path in files if path.suffix in JSON_LINES.suffixes]
-    others = [path for path in files if path.suffix not in JSON_LINES.suffixes]
+    lines = [path for path in files if path.name.endswith(JSON_LINES.suffixes)]
+    others = [path for path in files if not path.name.endswith(JSON_LINES.suffixes)]
     if lines and others:
         what = described(others[0]) or "not: name files of one kind"
         raise UserError(f"{key}: {lines[0]} is a {JSON_LINES.name}, and {others[0]} is {what}")
@@ -374,10 +401,15 @@ def recognize(own: HuggingFaceConfig, data: DataConfig, template: bool) -> LineF
     Raises:
         UserError: the first line is not a JSON object, or has no known format.
     """
-    path = expand("data.train", data.train, JSON_LINES.suffixes, JSON_LINES.name)[0]
-    where, line = next(json_lines(path), ("", None))
+    source = data.source if data.source in RECORDS else "jsonl"
+    form = RECORDS[source]
+    files = expand("data.train", data.train, form.suffixes, form.name)
+    path = of_datasets("data.train", files)[0]
+    where, line = next(records(path, source), ("", None))
     if line is None:
         raise UserError(f"data.train: {path} has only empty lines")
+    if source != "jsonl":
+        line = present(line)
     if own.learn == "labels":
         return LineFormat("label", Keys(own.input_key or "text", own.target_key or "label"))
     text = LineFormat("text", Keys(data.text_key, ""))

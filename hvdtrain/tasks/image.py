@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hvdtrain.config_tiers import basic, expert
+from hvdtrain.data.compressed import also_compressed
 from hvdtrain.errors import UnsupportedTaskError, UserError, require
 from hvdtrain.tasks import Datasets
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _DIGIT_SIZE, _PHOTO_SIZE = 8, 224
 _SHOWN = 10
+_SHARDS = also_compressed((".tar",))
 
 
 @dataclass
@@ -91,14 +93,14 @@ class ImageDataConfig:
             "data.cache is for tar shards (*.tar), which data.train does not name",
         )
         require(
-            self.validation is None or self.validation.endswith(".tar") == self.sharded,
+            self.validation is None or self.validation.endswith(_SHARDS) == self.sharded,
             "data.train and data.validation must both be directories, or both tar shards (*.tar)",
         )
 
     @property
     def sharded(self) -> bool:
         """Whether the images are in tar files."""
-        return self.train is not None and self.train.endswith(".tar")
+        return self.train is not None and self.train.endswith(_SHARDS)
 
 
 @dataclass

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from hvdtrain.data.mixture import Mixture
     from hvdtrain.data.text import Tokenizer
-    from hvdtrain.data.tokens import TokenMeta
+    from hvdtrain.data.token_files import TokenMeta
     from hvdtrain.models.gpt import GPT
     from hvdtrain.models.sampling import Sampling
 
@@ -61,23 +61,38 @@ class LanguageModel:
 
     def datasets(self) -> Datasets:
         from hvdtrain.data.mixture import Mixture
-        from hvdtrain.data.packed import read_packed
+        from hvdtrain.data.packed import read_packed, separate_documents
         from hvdtrain.data.text import Tokenizer
+        from hvdtrain.data.tokens import tokens_of
 
         data, context = self.config.data, self.config.model.context
         sources = data.sources()
         is_text = any(source.source != "tokens" for source in sources.values())
-        self._tokenizer = Tokenizer(data.tokenizer) if is_text else None
+        self._tokenizer = described = None
+        if is_text or data.tokenizer is not None:
+            self._tokenizer = tokenizer = Tokenizer(data.tokenizer)
+            if data.tokenizer is not None:
+                described = replace(tokenizer.meta, separator=tokenizer.end)
         packed = {
-            name: read_packed(source, None if source.source == "tokens" else self._tokenizer)
+            name: read_packed(source, self._tokenizer, described)
             for name, source in sources.items()
         }
+        if described is not None and not data.mixture:
+            name, size = packed[""].meta.vocabulary
+            if (name, size) != described.vocabulary:
+                raise UserError(
+                    f"data.tokenizer is {described.tokenizer} with {described.vocab_size} tokens, "
+                    f"but tokens.json next to the files of data.train names {name} with {size}"
+                )
         self._take_over({name: one.meta for name, one in packed.items()})
-        of_windows = context, "model.context", self._vocab_size
+        if data.document_mask:
+            self._separator = separate_documents(packed)
+        with_documents = data.document_mask and self._separator is None
+        of_windows = context, "model.context", self._vocab_size, with_documents
         windows = {name: one.windows(*of_windows) for name, one in packed.items()}
         trains, validations = ({n: pair[i] for n, pair in windows.items()} for i in (0, 1))
         first = next(iter(validations.values()))
-        self._prompt = first[0][: min(16, context)].tolist()
+        self._prompt = tokens_of(first[0][None])[0, : min(16, context)].tolist()
         if not data.mixture:
             train = trains[""]
             return Datasets(train, first, train.fingerprint())
@@ -93,12 +108,6 @@ class LanguageModel:
 
         meta = common_meta(metas)
         self._vocab_size = meta.vocab_size
-        self._separator = meta.separator if self.config.data.document_mask else None
-        if self.config.data.document_mask and any(m.separator is None for m in metas.values()):
-            raise UserError(
-                "data.document_mask needs token files in which documents are separated: make them "
-                "with `hvdtrain data tokenize --separate`"
-            )
         sizes = meta.bytes_of_tokens()
         self._token_bytes = None if sizes is None else torch.from_numpy(sizes)
         wanted = self.config.model.vocab_size
@@ -118,14 +127,17 @@ class LanguageModel:
         the bits, and the number of bytes of text.
 
         Args:
-            batch: tokens (batch, context + 1), int64; of a mixture (tokens, sources (batch,)).
+            batch: int64 as in TokenWindows, (batch, context + 1) or (batch, 2, context + 1); of a
+                mixture also sources (batch,).
         """
+        from hvdtrain.data.tokens import tokens_of
+
         samples, of_samples = batch, None
         if self._mixture is not None:
             samples, sources = batch
             of_samples = sources.double()  # receives the sums
-        tokens, targets = samples[:, :-1], samples[:, 1:]
-        documents = None
+        tokens, targets = tokens_of(samples)[:, :-1], tokens_of(samples)[:, 1:]
+        documents = samples[:, 1, :-1] if samples.dim() == 3 else None
         if self._separator is not None:
             documents = (tokens == self._separator).cumsum(dim=1)
         found: dict[str, Any] = {}
@@ -195,17 +207,18 @@ class LanguageModel:
     def _tokenizer_of_data(self, file: str | None) -> Tokenizer:
         from hvdtrain.data.files import find_files
         from hvdtrain.data.text import Tokenizer
-        from hvdtrain.data.tokens import TokenMeta
+        from hvdtrain.data.token_files import TokenMeta
 
         data = self.config.data
         first, *_ = sources = list(data.sources().values())
+        file = file or data.tokenizer
         if file is None and all(source.source == "tokens" for source in sources):
             name = TokenMeta.read(find_files(first.key("train"), first.train)[0]).tokenizer
             if name != "bytes":
                 raise UserError(
                     f"the tokens were made with {name}: pass that file with --tokenizer"
                 )
-        return Tokenizer(file or data.tokenizer)
+        return Tokenizer(file)
 
     def generate(self, model: GPT, prompt: str, sampling: Sampling) -> str:
         """Return `prompt` and the text that a model from `trained_model` generates after it.

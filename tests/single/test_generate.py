@@ -15,7 +15,7 @@ import torch
 from hvdtrain import cli
 from hvdtrain.checkpoint.format import read
 from hvdtrain.data.config import DataConfig
-from hvdtrain.data.tokens import TokenMeta
+from hvdtrain.data.token_files import TokenMeta
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig

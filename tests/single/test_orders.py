@@ -338,13 +338,6 @@ MIXTURE = "--data.mixture={web: {path: a, weight: 1}, code: {path: b, weight: %s
             [MIXTURE % 1, "--data.mixture_weights={0: {web: 1, code: 1}}"],
             "data.mixture_weights, step 0: weights change at a step >= 1",
         ),
-        (
-            [
-                "--data.mixture={web: {path: a, source: tokens, weight: 1}}",
-                "--data.tokenizer=b",
-            ],
-            "data.tokenizer is for text",
-        ),
         (["--loader.shuffle_buffer=0"], "shuffle_buffer must lie in [1, 16777216], not 0"),
         (["--loader.order=random"], "loader.order: expected one of"),
         (["--loader.order=sequential", "--batch.max_tokens=90"], "excludes loader.order"),

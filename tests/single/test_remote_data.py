@@ -28,7 +28,8 @@ from hvdtrain.data.parquet import ParquetRows
 from hvdtrain.data.records import JsonLines, TarShards
 from hvdtrain.data.remote import RemoteFile
 from hvdtrain.data.text import Tokenizer
-from hvdtrain.data.tokens import TokenMeta, TokenWindows, read_token_files
+from hvdtrain.data.token_files import TokenMeta, read_token_files
+from hvdtrain.data.tokens import TokenWindows
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.mesh import Group
 from tests.support.ranged_http import RangedServer, serving

@@ -17,8 +17,8 @@ from hvdtrain.data.config import DataConfig
 from hvdtrain.data.files import assign_files
 from hvdtrain.data.packed import read_text
 from hvdtrain.data.text import Tokenizer
+from hvdtrain.data.token_files import TokenMeta, read_token_files
 from hvdtrain.data.tokenize import Source, Writer, tokenize
-from hvdtrain.data.tokens import TokenMeta, read_token_files
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import mpirun
 from hvdtrain.runtime.mpi import Alone
@@ -72,7 +72,7 @@ def test_token_files_equal_the_tokens_read_from_text(tmp_path: Path) -> None:
     for name, tokens in zip(("train", "validation"), expected, strict=True):
         (written,), meta = read_token_files(name, [str(tmp_path / f"{name}.u16")])
         assert meta == TokenMeta(256, "bytes")
-        assert np.array_equal(written, tokens)
+        assert np.array_equal(np.asarray(written), tokens)
 
 
 def test_separated_token_files_equal_the_tokens_of_a_document_mask(
@@ -84,7 +84,7 @@ def test_separated_token_files_equal_the_tokens_of_a_document_mask(
     for name, tokens in zip(("train", "validation"), expected, strict=True):
         (written,), meta = read_token_files(name, [str(tmp_path / f"out/{name}.u16")])
         assert meta == TokenMeta(256, "bytes", separator=0)
-        assert np.array_equal(written, tokens) and written[-1] == 0
+        assert np.array_equal(np.asarray(written), tokens) and np.asarray(written)[-1] == 0
     assert sum((tokens == 0).sum() for tokens in expected) == 9
 
 
@@ -128,8 +128,8 @@ def test_token_file_type_fits_the_vocabulary_size(
     (tokens,), meta = read_token_files("data.train", [str(out / f"train{suffix}")])
     assert meta == TokenMeta(size, f"words-{size}.json")
     config = DataConfig(train=[str(corpus)], tokenizer=source.tokenizer)
-    assert np.array_equal(tokens, read_text(config, Tokenizer(source.tokenizer))[0])
-    assert {1, 2} <= set(tokens.tolist())
+    assert np.array_equal(np.asarray(tokens), read_text(config, Tokenizer(source.tokenizer))[0])
+    assert {1, 2} <= set(np.asarray(tokens).tolist())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from hvdtrain.data.tokens import TokenMeta
+from hvdtrain.data.token_files import TokenMeta
 from hvdtrain.models.gpt import GPT
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
 from tests.support.runs import CORPUS

@@ -1,0 +1,359 @@
+"""Samples from arrays in HDF5, NetCDF and Zarr files (extra `arrays`).
+
+An array is stored in chunks, which are read and decompressed as a whole. A process therefore keeps
+the chunks that it has read last. The samples that begin in one chunk have neighboring numbers, so
+that `loader.order sequential` reads each chunk about once.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hvdtrain.data.files import Fingerprint
+from hvdtrain.errors import UserError
+
+# Of the chunks that a process keeps.
+_CACHE_BYTES = 1 << 28
+# Neighboring chunks that form a shard: a window at the border of two shards reads a chunk of each.
+_CHUNKS_PER_SHARD = 8
+_FINGERPRINT_SAMPLES = 8
+_ZARR, _HDF5, _NETCDF = (".zarr",), (".h5", ".hdf5", ".he5"), (".nc", ".nc4", ".cdf", ".netcdf")
+
+
+class _Array(NamedTuple):
+    """An array of a file.
+
+    Args:
+        values: supports slices, and returns numpy arrays.
+        dims: names of its dimensions.
+        chunks: lengths of a chunk; of an array without chunks, 1 in the windowed dimensions.
+    """
+
+    values: Any
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunks: tuple[int, ...] | None
+
+
+class _Grid(NamedTuple):
+    """Windows of a file, by the chunk in which they begin.
+
+    Args:
+        origins: per windowed dimension and chunk, the first positions of its windows.
+        ends: int64, number of windows in all chunks up to each one, in C order.
+    """
+
+    origins: list[list[NDArray[np.int64]]]
+    ends: NDArray[np.int64]
+
+    def origin(self, number: int) -> tuple[int, ...]:
+        """Return the first position of a window in each windowed dimension."""
+        chunk = int(np.searchsorted(self.ends, number, side="right"))
+        if chunk:
+            number -= int(self.ends[chunk - 1])
+        places = np.unravel_index(chunk, [len(chunks) for chunks in self.origins])
+        there = [chunks[place] for chunks, place in zip(self.origins, places, strict=True)]
+        within = np.unravel_index(number, [len(positions) for positions in there])
+        return tuple(int(p[at]) for p, at in zip(there, within, strict=True))
+
+
+class ArrayWindows(Dataset[dict[str, Tensor]]):
+    """A sample is {name of an array: its values in a window}, as tensors of its dtype.
+
+    Files follow each other; no window crosses their border. Values of NetCDF files, and of Zarr
+    stores of xarray, are decoded as xarray does: scaled, and missing ones NaN. Dimensions without a
+    name are dim_0, dim_1 and so on.
+
+    Args:
+        patterns: files (*.h5, *.hdf5, *.nc), stores (*.zarr) or globs, with the same arrays.
+        names: of the arrays, such as "t2m" or "group/images".
+        window: dimension -> length of a window; or one dimension, along which each position is a
+            sample without this dimension. All arrays have these dimensions, with equal lengths.
+            Other dimensions are read completely.
+        stride: dimension -> distance of two windows; default: their length, so that they do not
+            overlap.
+        key: what the patterns come from, for messages.
+
+    Attributes:
+        shard_samples: number of samples in each group of chunks, int64, in the order of the
+            samples.
+        bytes_read: of chunks that this process has read.
+
+    Raises:
+        UserError: a package is missing, or a file is broken or has no such array or dimension.
+    """
+
+    def __init__(
+        self,
+        patterns: Sequence[str] | str,
+        names: Sequence[str],
+        window: Mapping[str, int] | str,
+        stride: Mapping[str, int] | None = None,
+        key: str = "ArrayWindows",
+    ) -> None:
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        self._key = key
+        self._paths = [path for pattern in patterns for path in self._expanded(pattern)]
+        self._names = list(names)
+        self._single = isinstance(window, str)
+        self._window = {window: 1} if isinstance(window, str) else dict(window)
+        self._stride = {**self._window, **(stride or {})}
+        lengths = [*self._window.values(), *self._stride.values()]
+        if not self._window or min(lengths) < 1 or self._stride.keys() != self._window.keys():
+            raise UserError(
+                f"{key}: a window has dimensions with lengths of at least 1, and a stride has no "
+                f"others, not {self._window} and {self._stride}"
+            )
+        self._reset()
+        self._grids = [self._grid(file) for file in range(len(self._paths))]
+        counts = [int(grid.ends[-1]) for grid in self._grids]
+        if not sum(counts):
+            raise UserError(f"{key}: {', '.join(self._paths[:3])}: no window fits: {self._window}")
+        self._starts = np.cumsum([0, *counts])
+        ends = [
+            self._starts[file] + grid.ends[_CHUNKS_PER_SHARD - 1 : -1 : _CHUNKS_PER_SHARD]
+            for file, grid in enumerate(self._grids)
+        ]
+        borders = np.unique(np.concatenate([self._starts, *ends]))
+        self.shard_samples = np.diff(borders).astype(np.int64)
+
+    def _reset(self) -> None:
+        self._process = os.getpid()
+        self._arrays: dict[int, dict[str, _Array]] = {}
+        self._chunks: OrderedDict[tuple[int, str, tuple[int, ...]], NDArray[Any]] = OrderedDict()
+        self._cached = self.bytes_read = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_process": None, "_arrays": {}, "_chunks": OrderedDict()}
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        file = int(np.searchsorted(self._starts, index, side="right")) - 1
+        origin = self._grids[file].origin(index - int(self._starts[file]))
+        return {name: torch.from_numpy(self._read(file, name, origin)) for name in self._names}
+
+    def fingerprint(self) -> Fingerprint:
+        """16 hex digits that change with the arrays' shapes and dtypes, or with some values."""
+        digest = hashlib.sha256(repr((self._names, self._window, self._stride)).encode())
+        for file in range(len(self._paths)):
+            of_file = [(a.dims, a.shape, a.dtype.str) for a in self._opened(file).values()]
+            digest.update(repr(of_file).encode())
+        for index in np.linspace(0, len(self) - 1, min(len(self), _FINGERPRINT_SAMPLES)):
+            for values in self[int(index)].values():
+                digest.update(values.numpy().tobytes())
+        return Fingerprint(digest.hexdigest()[:16])
+
+    # --- files -----------------------------------------------------------------
+
+    def _expanded(self, pattern: str) -> list[str]:
+        found = sorted(glob.glob(os.path.expanduser(pattern)))
+        if not found:
+            raise UserError(f"{self._key}: no file matches {pattern!r} (from {os.getcwd()})")
+        for path in found:
+            if not path.endswith(_ZARR + _HDF5 + _NETCDF):
+                known = ", *".join(_ZARR + _HDF5 + _NETCDF)
+                raise UserError(f"{self._key}: {path} is not a file of arrays (*{known})")
+        return found
+
+    def _opened(self, file: int) -> dict[str, _Array]:
+        """The arrays of a file, which each process opens for itself."""
+        if self._process != os.getpid():
+            self._reset()
+        if file not in self._arrays:
+            path = self._paths[file]
+            with _errors(path):
+                self._arrays[file] = {
+                    name: self._checked(path, name, _OPENERS[os.path.splitext(path)[1]](path, name))
+                    for name in self._names
+                }
+        return self._arrays[file]
+
+    def _checked(self, path: str, name: str, array: _Array) -> _Array:
+        missing = [dim for dim in self._window if dim not in array.dims]
+        if missing:
+            raise UserError(
+                f"{path}: {name} has no dimension {missing[0]!r}, but {', '.join(array.dims)}"
+            )
+        if array.dtype.kind not in "biuf":
+            raise UserError(f"{path}: {name} has the dtype {array.dtype}: only numbers are read")
+        return array
+
+    def _grid(self, file: int) -> _Grid:
+        arrays = self._opened(file)
+        origins = []
+        for dim, length in self._window.items():
+            sizes = {array.shape[array.dims.index(dim)] for array in arrays.values()}
+            if len(sizes) > 1:
+                raise UserError(
+                    f"{self._paths[file]}: the arrays differ in the length of {dim}: "
+                    + ", ".join(f"{n} {a.shape[a.dims.index(dim)]}" for n, a in arrays.items())
+                )
+            positions = np.arange(0, sizes.pop() - length + 1, self._stride[dim])
+            chunk = max(self._chunk_of(array, dim) for array in arrays.values())
+            borders = np.flatnonzero(np.diff(positions // chunk)) + 1
+            origins.append(np.split(positions, borders))
+        counts = [np.array([len(part) for part in chunks]) for chunks in origins]
+        whole = counts[0]
+        for count in counts[1:]:
+            whole = np.multiply.outer(whole, count)
+        return _Grid(origins, np.cumsum(whole.ravel()))
+
+    def _chunk_of(self, array: _Array, dim: str) -> int:
+        """Length of what is read at once along a windowed dimension."""
+        at = array.dims.index(dim)
+        return min(array.chunks[at], array.shape[at]) if array.chunks else self._window[dim]
+
+    # --- chunks ----------------------------------------------------------------
+
+    def _read(self, file: int, name: str, origin: tuple[int, ...]) -> NDArray[Any]:
+        array = self._opened(file)[name]
+        first = dict(zip(self._window, origin, strict=True))
+        starts = [first.get(dim, 0) for dim in array.dims]
+        shape = [self._window.get(dim, n) for dim, n in zip(array.dims, array.shape, strict=True)]
+        out = np.empty(shape, array.dtype)
+        lengths = [
+            self._chunk_of(array, dim) if dim in first else max(n, 1)
+            for dim, n in zip(array.dims, array.shape, strict=True)
+        ]
+        touched = [
+            range(start // length, (start + size - 1) // length + 1)
+            for start, size, length in zip(starts, shape, lengths, strict=True)
+        ]
+        for place in product(*touched):
+            chunk = self._chunk(file, name, place, lengths)
+            into, of_chunk = [], []
+            for at, length, start, size, stored in zip(
+                place, lengths, starts, shape, chunk.shape, strict=True
+            ):
+                begin, end = max(start, at * length), min(start + size, at * length + stored)
+                into.append(slice(begin - start, end - start))
+                of_chunk.append(slice(begin - at * length, end - at * length))
+            out[tuple(into)] = chunk[tuple(of_chunk)]
+        if self._single:
+            out = out.squeeze(array.dims.index(next(iter(self._window))))
+        return out
+
+    def _chunk(
+        self, file: int, name: str, place: tuple[int, ...], lengths: Sequence[int]
+    ) -> NDArray[Any]:
+        found = self._chunks.pop((file, name, place), None)
+        if found is None:
+            array = self._opened(file)[name]
+            part = tuple(
+                slice(at * n, min((at + 1) * n, size))
+                for at, n, size in zip(place, lengths, array.shape, strict=True)
+            )
+            with _errors(self._paths[file]):
+                found = np.asarray(array.values[part]).astype(array.dtype, copy=False)
+            self._cached += found.nbytes
+            self.bytes_read += found.nbytes
+        self._chunks[file, name, place] = found  # most recently used last
+        while self._cached > _CACHE_BYTES and len(self._chunks) > 1:
+            self._cached -= self._chunks.popitem(last=False)[1].nbytes
+        return found
+
+
+# --- formats -------------------------------------------------------------------
+
+
+@contextmanager
+def _errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(
+            f"{path}: {error.name or error} is missing: pip install 'hvdtrain[arrays]'"
+        ) from None
+    except UserError:
+        raise
+    except Exception as error:  # each library has errors of its own
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} cannot be read ({type(error).__name__}: {reason})") from None
+
+
+def _hdf5(path: str, name: str) -> _Array:
+    import h5py
+
+    file = h5py.File(path, "r")
+    if name not in file or not isinstance(file[name], h5py.Dataset):
+        found: list[str] = []
+        file.visititems(lambda n, item: found.append(n) if isinstance(item, h5py.Dataset) else None)
+        raise _without(path, name, found)
+    values = file[name]
+    dims = tuple(dim.label or f"dim_{number}" for number, dim in enumerate(values.dims))
+    native = values.dtype.newbyteorder("=")
+    return _Array(values, dims, values.shape, native, values.chunks)
+
+
+def _zarr(path: str, name: str) -> _Array:
+    import zarr
+
+    store = zarr.open(path, mode="r")
+    is_array = isinstance(store, zarr.Array)
+    found = {"": store} if is_array else dict(store.members(max_depth=None))
+    if not isinstance(found.get(name), zarr.Array):
+        raise _without(path, name, [n for n, v in found.items() if isinstance(v, zarr.Array)])
+    array = found[name]
+    of_xarray = "_ARRAY_DIMENSIONS" in array.attrs
+    named = getattr(array.metadata, "dimension_names", None)
+    if of_xarray or (named and all(named)):
+        return _xarray(path, name, engine="zarr", consolidated=False)
+    dims = tuple(f"dim_{number}" for number in range(array.ndim))
+    # A shard contains chunks that can be read alone.
+    return _Array(array, dims, array.shape, array.dtype.newbyteorder("="), array.chunks)
+
+
+def _xarray(path: str, name: str, **options: Any) -> _Array:
+    import xarray
+
+    group, _, last = name.rpartition("/")
+    options = {"group": group or None, **options}
+    opened = xarray.open_dataset(path, decode_times=False, cache=False, chunks=None, **options)
+    if last not in opened.variables:
+        raise _without(path, name, [str(n) for n in opened.variables])
+    variable = opened.variables[last]
+    stored = variable.encoding
+    chunks = stored.get("chunks") or stored.get("chunksizes")
+    dtype = variable.dtype.newbyteorder("=")
+    dims = tuple(map(str, variable.dims))
+    return _Array(_Lazy(variable), dims, variable.shape, dtype, chunks)
+
+
+class _Lazy:
+    """A variable of xarray whose slices are numpy arrays."""
+
+    def __init__(self, variable: Any) -> None:
+        self._variable = variable
+
+    def __getitem__(self, part: tuple[slice, ...]) -> NDArray[Any]:
+        values: NDArray[Any] = self._variable[part].values
+        return values
+
+
+def _without(path: str, name: str, names: Sequence[str]) -> UserError:
+    return UserError(f"{path} has no array {name!r}, but {', '.join(names) or 'none'}")
+
+
+_OPENERS: dict[str, Callable[[str, str], _Array]] = {
+    **dict.fromkeys(_ZARR, _zarr),
+    **dict.fromkeys(_HDF5, _hdf5),
+    **dict.fromkeys(_NETCDF, _xarray),
+}

@@ -1,0 +1,187 @@
+"""Rows of Arrow files, such as those of `save_to_disk` of the library `datasets` (extra `parquet`).
+
+Files are Arrow streams or Arrow files (*.arrow). They are memory-mapped.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from hvdtrain.data.file_kinds import ARROW_FILE, described
+from hvdtrain.data.files import Fingerprint, find_files, of_files
+from hvdtrain.data.index import Format
+from hvdtrain.data.order import Indices
+from hvdtrain.data.remote import ByteRanges, DataFile, RemoteFile
+from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_FILE_MAGIC = b"ARROW1"
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+class ArrowRows(Dataset[dict[str, Any]]):
+    """A sample is a row: {column: value}.
+
+    Args:
+        patterns: files (*.arrow), directories or globs, all with the same columns. Of a directory
+            of `save_to_disk` only the files of the dataset are read.
+        columns: which to read; None = all.
+        key: what the patterns come from, for messages.
+
+    Attributes:
+        shard_samples: number of rows of each file, int64, in the order of the samples.
+
+    Raises:
+        UserError: pyarrow is missing, or a file is broken or lacks a column.
+    """
+
+    def __init__(
+        self,
+        patterns: Sequence[str],
+        columns: Sequence[str] | None = None,
+        key: str = "ArrowRows",
+    ) -> None:
+        self._paths = arrow_files(key, patterns)
+        self._columns = None if columns is None else list(columns)
+        for path in self._paths:
+            if isinstance(path, RemoteFile):
+                raise UserError(f"{key}: {path}: rows of Arrow files are read from local files")
+        self._batches: list[pa.RecordBatch] = []
+        self._starts: list[int] = []  # rows before each batch, and all rows
+        self._open()
+
+    def _open(self) -> None:
+        counts = []
+        for path in self._paths:
+            found = [*batches(path, self._columns)]
+            self._batches += found
+            counts.append(sum(len(batch) for batch in found))
+        self._starts = np.cumsum([0, *map(len, self._batches)]).tolist()
+        self.shard_samples = np.array(counts, dtype=np.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled, the batches would be copied.
+        return {**self.__dict__, "_batches": [], "_starts": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        batch = bisect_right(self._starts, index) - 1
+        row = self._batches[batch].slice(index - self._starts[batch], 1)
+        found: dict[str, Any] = row.to_pylist()[0]
+        return found
+
+    def where(self, index: int) -> str:
+        """Location such as "data.arrow: row 7", for messages."""
+        ends = np.cumsum(self.shard_samples)
+        file = int(np.searchsorted(ends, index, side="right"))
+        before = int(ends[file - 1]) if file else 0
+        return f"{self._paths[file]}: row {index - before + 1}"
+
+    def fingerprint(self) -> Fingerprint:
+        """16 hex digits that change with the files' names, numbers of rows, or content."""
+        return of_files(self._paths, self.shard_samples.tolist())
+
+
+def arrow_files(key: str, patterns: Sequence[str]) -> list[DataFile]:
+    """The Arrow files that patterns name; of a directory of `save_to_disk` those of its dataset.
+
+    Such a directory may also have files that `datasets` has stored there later: results of `map`.
+
+    Raises:
+        UserError: no file, or the files of several splits.
+    """
+    return of_datasets(key, find_files(key, patterns, ARROW.suffixes, ARROW.name))
+
+
+def of_datasets(key: str, files: Sequence[DataFile]) -> list[DataFile]:
+    """Drop files that are not of the dataset in their directory, see `arrow_files`."""
+    parents = {file.parent for file in files if isinstance(file, Path)}
+    listed = {parent: names for parent in parents if (names := _data_files(parent)) is not None}
+    for above in {parent.parent for parent in listed}:
+        splits = sorted(parent.name for parent in listed if parent.parent == above)
+        if len(splits) > 1 and (above / _SPLITS).is_file():
+            raise UserError(
+                f"{key}: {above} has the splits {', '.join(splits)}: name one, such as "
+                f"{above / splits[-1]}"
+            )
+    return [
+        file
+        for file in files
+        if not isinstance(file, Path)
+        or file.parent not in listed
+        or file.name in listed[file.parent]
+    ]
+
+
+def _data_files(directory: Path) -> set[str] | None:
+    """Names of a dataset's files; None: the directory is not one of `save_to_disk`."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        state = json.loads((directory / _STATE).read_text())
+        return {file["filename"] for file in state["_data_files"]}
+    return None
+
+
+def batches(
+    path: DataFile, columns: Sequence[str] | None = None, ranges: ByteRanges | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of a file.
+
+    Args:
+        columns: which to read, such as text or doc.body, a field of a struct; None = all.
+        ranges: reads a remote file.
+
+    Raises:
+        UserError: pyarrow is missing, or the file is broken or lacks a column.
+    """
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise UserError("Arrow files need pyarrow: pip install 'hvdtrain[parquet]'") from None
+    try:
+        if isinstance(path, RemoteFile):
+            source = pa.PythonFile((ranges or ByteRanges()).source(path), mode="r")
+        else:
+            source = pa.memory_map(str(path))
+        is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+        source.seek(0)
+        reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+        names = reader.schema.names
+        chosen = None
+        if columns is not None:
+            outer = [name if name in names else name.partition(".")[0] for name in columns]
+            if missing := [name for name in outer if name not in names]:
+                raise UserError(f"{path} has no column {missing[0]!r}, but {', '.join(names)}")
+            chosen = [*dict.fromkeys(outer)]
+        found = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        for batch in found:
+            yield batch if chosen is None else batch.select(chosen)
+    except (pa.ArrowException, OSError) as error:
+        if content := described(path, ARROW_FILE):
+            raise UserError(f"{path} is {content}") from None
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise UserError(f"{path} is not a complete Arrow file ({reason}): copy it again") from None
+
+
+def _rows_before(path: DataFile, start: int, stop: int) -> Indices:
+    return np.cumsum([0, *map(len, batches(path))], dtype=np.int64)
+
+
+ARROW = Format("file of Arrow rows", (".arrow",), _rows_before)

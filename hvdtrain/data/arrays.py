@@ -71,6 +71,79 @@ class _Grid(NamedTuple):
         return tuple(int(p[at]) for p, at in zip(there, within, strict=True))
 
 
+class _Files:
+    """Open files, and the chunks that were read last, of one process: after a fork, of the new one.
+
+    Attributes:
+        bytes_read: of the chunks that this process has read.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], names: Sequence[str], window: Mapping[str, int]
+    ) -> None:
+        self._paths, self._names, self._window = paths, names, window
+        self._reset()
+
+    def _reset(self) -> None:
+        self._process = os.getpid()
+        self._arrays: dict[int, dict[str, _Array]] = {}
+        self._chunks: OrderedDict[tuple[int, str, tuple[int, ...]], NDArray[Any]] = OrderedDict()
+        self._cached = self.bytes_read = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"paths": self._paths, "names": self._names, "window": self._window}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def opened(self, file: int) -> dict[str, _Array]:
+        """The arrays of a file, which each process opens for itself."""
+        if self._process != os.getpid():
+            self._reset()
+        if file not in self._arrays:
+            path = self._paths[file]
+            with _errors(path):
+                self._arrays[file] = {
+                    name: self._checked(path, name, _OPENERS[os.path.splitext(path)[1]](path, name))
+                    for name in self._names
+                }
+        return self._arrays[file]
+
+    def _checked(self, path: str, name: str, array: _Array) -> _Array:
+        missing = [dim for dim in self._window if dim not in array.dims]
+        if missing:
+            raise UserError(
+                f"{path}: {name} has no dimension {missing[0]!r}, but {', '.join(array.dims)}"
+            )
+        if array.dtype.kind not in "biuf":
+            raise UserError(f"{path}: {name} has the dtype {array.dtype}: only numbers are read")
+        return array
+
+    def chunk_of(self, array: _Array, dim: str) -> int:
+        """Length of what is read at once along a windowed dimension."""
+        at = array.dims.index(dim)
+        return min(array.chunks[at], array.shape[at]) if array.chunks else self._window[dim]
+
+    def chunk(
+        self, file: int, name: str, place: tuple[int, ...], lengths: Sequence[int]
+    ) -> NDArray[Any]:
+        found = self._chunks.pop((file, name, place), None)
+        if found is None:
+            array = self.opened(file)[name]
+            part = tuple(
+                slice(at * n, min((at + 1) * n, size))
+                for at, n, size in zip(place, lengths, array.shape, strict=True)
+            )
+            with _errors(self._paths[file]):
+                found = np.asarray(array.values[part]).astype(array.dtype, copy=False)
+            self._cached += found.nbytes
+            self.bytes_read += found.nbytes
+        self._chunks[file, name, place] = found  # most recently used last
+        while self._cached > _CACHE_BYTES and len(self._chunks) > 1:
+            self._cached -= self._chunks.popitem(last=False)[1].nbytes
+        return found
+
+
 class ArrayWindows(Dataset[dict[str, Tensor]]):
     """A sample is {name of an array: its values in a window}, as tensors of its dtype.
 
@@ -91,7 +164,6 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
     Attributes:
         shard_samples: number of samples in each group of chunks, int64, in the order of the
             samples.
-        bytes_read: of chunks that this process has read.
 
     Raises:
         UserError: a package is missing, or a file is broken or has no such array or dimension.
@@ -118,7 +190,7 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
                 f"{key}: a window has dimensions with lengths of at least 1, and a stride has no "
                 f"others, not {self._window} and {self._stride}"
             )
-        self._reset()
+        self._files = _Files(self._paths, self._names, self._window)
         self._grids = [self._grid(file) for file in range(len(self._paths))]
         counts = [int(grid.ends[-1]) for grid in self._grids]
         if not sum(counts):
@@ -131,14 +203,10 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
         borders = np.unique(np.concatenate([self._starts, *ends]))
         self.shard_samples = np.diff(borders).astype(np.int64)
 
-    def _reset(self) -> None:
-        self._process = os.getpid()
-        self._arrays: dict[int, dict[str, _Array]] = {}
-        self._chunks: OrderedDict[tuple[int, str, tuple[int, ...]], NDArray[Any]] = OrderedDict()
-        self._cached = self.bytes_read = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process": None, "_arrays": {}, "_chunks": OrderedDict()}
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the chunks that this process has read."""
+        return self._files.bytes_read
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -154,14 +222,12 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
         """16 hex digits that change with the arrays' shapes and dtypes, or with some values."""
         digest = hashlib.sha256(repr((self._names, self._window, self._stride)).encode())
         for file in range(len(self._paths)):
-            of_file = [(a.dims, a.shape, a.dtype.str) for a in self._opened(file).values()]
+            of_file = [(a.dims, a.shape, a.dtype.str) for a in self._files.opened(file).values()]
             digest.update(repr(of_file).encode())
         for index in np.linspace(0, len(self) - 1, min(len(self), _FINGERPRINT_SAMPLES)):
             for values in self[int(index)].values():
                 digest.update(values.numpy().tobytes())
         return Fingerprint(digest.hexdigest()[:16])
-
-    # --- files -----------------------------------------------------------------
 
     def _expanded(self, pattern: str) -> list[str]:
         found = sorted(glob.glob(os.path.expanduser(pattern)))
@@ -173,31 +239,8 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
                 raise UserError(f"{self._key}: {path} is not a file of arrays (*{known})")
         return found
 
-    def _opened(self, file: int) -> dict[str, _Array]:
-        """The arrays of a file, which each process opens for itself."""
-        if self._process != os.getpid():
-            self._reset()
-        if file not in self._arrays:
-            path = self._paths[file]
-            with _errors(path):
-                self._arrays[file] = {
-                    name: self._checked(path, name, _OPENERS[os.path.splitext(path)[1]](path, name))
-                    for name in self._names
-                }
-        return self._arrays[file]
-
-    def _checked(self, path: str, name: str, array: _Array) -> _Array:
-        missing = [dim for dim in self._window if dim not in array.dims]
-        if missing:
-            raise UserError(
-                f"{path}: {name} has no dimension {missing[0]!r}, but {', '.join(array.dims)}"
-            )
-        if array.dtype.kind not in "biuf":
-            raise UserError(f"{path}: {name} has the dtype {array.dtype}: only numbers are read")
-        return array
-
     def _grid(self, file: int) -> _Grid:
-        arrays = self._opened(file)
+        arrays = self._files.opened(file)
         origins = []
         for dim, length in self._window.items():
             sizes = {array.shape[array.dims.index(dim)] for array in arrays.values()}
@@ -207,7 +250,7 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
                     + ", ".join(f"{n} {a.shape[a.dims.index(dim)]}" for n, a in arrays.items())
                 )
             positions = np.arange(0, sizes.pop() - length + 1, self._stride[dim])
-            chunk = max(self._chunk_of(array, dim) for array in arrays.values())
+            chunk = max(self._files.chunk_of(array, dim) for array in arrays.values())
             borders = np.flatnonzero(np.diff(positions // chunk)) + 1
             origins.append(np.split(positions, borders))
         counts = [np.array([len(part) for part in chunks]) for chunks in origins]
@@ -216,21 +259,14 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
             whole = np.multiply.outer(whole, count)
         return _Grid(origins, np.cumsum(whole.ravel()))
 
-    def _chunk_of(self, array: _Array, dim: str) -> int:
-        """Length of what is read at once along a windowed dimension."""
-        at = array.dims.index(dim)
-        return min(array.chunks[at], array.shape[at]) if array.chunks else self._window[dim]
-
-    # --- chunks ----------------------------------------------------------------
-
     def _read(self, file: int, name: str, origin: tuple[int, ...]) -> NDArray[Any]:
-        array = self._opened(file)[name]
+        array = self._files.opened(file)[name]
         first = dict(zip(self._window, origin, strict=True))
         starts = [first.get(dim, 0) for dim in array.dims]
         shape = [self._window.get(dim, n) for dim, n in zip(array.dims, array.shape, strict=True)]
         out = np.empty(shape, array.dtype)
         lengths = [
-            self._chunk_of(array, dim) if dim in first else max(n, 1)
+            self._files.chunk_of(array, dim) if dim in first else max(n, 1)
             for dim, n in zip(array.dims, array.shape, strict=True)
         ]
         touched = [
@@ -238,7 +274,7 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
             for start, size, length in zip(starts, shape, lengths, strict=True)
         ]
         for place in product(*touched):
-            chunk = self._chunk(file, name, place, lengths)
+            chunk = self._files.chunk(file, name, place, lengths)
             into, of_chunk = [], []
             for at, length, start, size, stored in zip(
                 place, lengths, starts, shape, chunk.shape, strict=True
@@ -250,25 +286,6 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
         if self._single:
             out = out.squeeze(array.dims.index(next(iter(self._window))))
         return out
-
-    def _chunk(
-        self, file: int, name: str, place: tuple[int, ...], lengths: Sequence[int]
-    ) -> NDArray[Any]:
-        found = self._chunks.pop((file, name, place), None)
-        if found is None:
-            array = self._opened(file)[name]
-            part = tuple(
-                slice(at * n, min((at + 1) * n, size))
-                for at, n, size in zip(place, lengths, array.shape, strict=True)
-            )
-            with _errors(self._paths[file]):
-                found = np.asarray(array.values[part]).astype(array.dtype, copy=False)
-            self._cached += found.nbytes
-            self.bytes_read += found.nbytes
-        self._chunks[file, name, place] = found  # most recently used last
-        while self._cached > _CACHE_BYTES and len(self._chunks) > 1:
-            self._cached -= self._chunks.popitem(last=False)[1].nbytes
-        return found
 
 
 # --- formats -------------------------------------------------------------------

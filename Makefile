@@ -8,7 +8,7 @@
 # make chaos   inject random faults of all kinds for 5 minutes: not part of make test
 # make plan-check   compare step times with `hvdtrain plan`; 11 minutes on an idle machine: not part of make test
 # make exchange-check   measure exchanges at several bandwidths; 50 minutes on an idle machine: not part of make test
-# make dev-bench ARGS=layouts   developer benchmarks: layouts, layout-speed, telemetry, scrape, start, rendezvous, agents, own-loop, small-steps, replays, copies, streams
+# make dev-bench ARGS=layouts   developer benchmarks: layouts, layout-speed, telemetry, scrape, start, rendezvous, agents, own-loop, small-steps, replays, copies, streams, formats
 # make recorded-runs ARGS='record FILE'   record results of over 100 tiny runs; after a change ARGS='compare FILE'
 # make images  build the CPU image and train on two containers of it: not part of make test
 # make gpu-check   check hvdtrain on this machine's GPUs and print a table: not part of make test

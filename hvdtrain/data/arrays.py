@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +40,8 @@ class _Array(NamedTuple):
     Args:
         values: supports slices, and returns numpy arrays.
         dims: names of its dimensions.
-        chunks: lengths of a chunk; of an array without chunks, 1 in the windowed dimensions.
+        chunks: lengths of a chunk; None: an array without chunks.
+        axes: number of each windowed dimension, and the length of what is read at once along it.
     """
 
     values: Any
@@ -47,6 +49,7 @@ class _Array(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunks: tuple[int, ...] | None
+    axes: tuple[tuple[int, int], ...] = ()
 
 
 class _Grid(NamedTuple):
@@ -54,21 +57,26 @@ class _Grid(NamedTuple):
 
     Args:
         origins: per windowed dimension and chunk, the first positions of its windows.
-        ends: int64, number of windows in all chunks up to each one, in C order.
+        ends: number of windows in all chunks up to each one, in C order.
     """
 
-    origins: list[list[NDArray[np.int64]]]
-    ends: NDArray[np.int64]
+    origins: list[list[list[int]]]
+    ends: list[int]
 
     def origin(self, number: int) -> tuple[int, ...]:
         """Return the first position of a window in each windowed dimension."""
-        chunk = int(np.searchsorted(self.ends, number, side="right"))
+        chunk = bisect_right(self.ends, number)
         if chunk:
-            number -= int(self.ends[chunk - 1])
-        places = np.unravel_index(chunk, [len(chunks) for chunks in self.origins])
-        there = [chunks[place] for chunks, place in zip(self.origins, places, strict=True)]
-        within = np.unravel_index(number, [len(positions) for positions in there])
-        return tuple(int(p[at]) for p, at in zip(there, within, strict=True))
+            number -= self.ends[chunk - 1]
+        positions = []
+        for chunks in reversed(self.origins):  # the last dimension changes first
+            chunk, place = divmod(chunk, len(chunks))
+            positions.append(chunks[place])
+        found = []
+        for there in positions:
+            number, at = divmod(number, len(there))
+            found.append(there[at])
+        return tuple(reversed(found))
 
 
 class _Files:
@@ -117,30 +125,31 @@ class _Files:
             )
         if array.dtype.kind not in "biuf":
             raise UserError(f"{path}: {name} has the dtype {array.dtype}: only numbers are read")
-        return array
+        axes = []
+        for dim, size in self._window.items():
+            at = array.dims.index(dim)
+            axes.append((at, min(array.chunks[at], array.shape[at]) if array.chunks else size))
+        return array._replace(axes=tuple(axes))
 
-    def chunk_of(self, array: _Array, dim: str) -> int:
-        """Length of what is read at once along a windowed dimension."""
-        at = array.dims.index(dim)
-        return min(array.chunks[at], array.shape[at]) if array.chunks else self._window[dim]
+    def chunk(self, file: int, name: str, place: tuple[int, ...]) -> NDArray[Any]:
+        """Return a chunk, complete in the dimensions that are not windowed.
 
-    def chunk(
-        self, file: int, name: str, place: tuple[int, ...], lengths: Sequence[int]
-    ) -> NDArray[Any]:
+        Args:
+            place: its number in each windowed dimension.
+        """
         found = self._chunks.pop((file, name, place), None)
         if found is None:
             array = self.opened(file)[name]
-            part = tuple(
-                slice(at * n, min((at + 1) * n, size))
-                for at, n, size in zip(place, lengths, array.shape, strict=True)
-            )
+            part = [slice(None)] * len(array.shape)
+            for at, (axis, length) in zip(place, array.axes, strict=True):
+                part[axis] = slice(at * length, min((at + 1) * length, array.shape[axis]))
             with _errors(self._paths[file]):
-                found = np.asarray(array.values[part]).astype(array.dtype, copy=False)
+                found = np.asarray(array.values[tuple(part)]).astype(array.dtype, copy=False)
             self._cached += found.nbytes
             self.bytes_read += found.nbytes
+            while self._chunks and self._cached > _CACHE_BYTES:
+                self._cached -= self._chunks.popitem(last=False)[1].nbytes
         self._chunks[file, name, place] = found  # most recently used last
-        while self._cached > _CACHE_BYTES and len(self._chunks) > 1:
-            self._cached -= self._chunks.popitem(last=False)[1].nbytes
         return found
 
 
@@ -192,12 +201,13 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
             )
         self._files = _Files(self._paths, self._names, self._window)
         self._grids = [self._grid(file) for file in range(len(self._paths))]
-        counts = [int(grid.ends[-1]) for grid in self._grids]
+        counts = [grid.ends[-1] for grid in self._grids]
         if not sum(counts):
             raise UserError(f"{key}: {', '.join(self._paths[:3])}: no window fits: {self._window}")
         self._starts = np.cumsum([0, *counts])
+        self._before: list[int] = self._starts.tolist()
         ends = [
-            self._starts[file] + grid.ends[_CHUNKS_PER_SHARD - 1 : -1 : _CHUNKS_PER_SHARD]
+            self._starts[file] + np.array(grid.ends[_CHUNKS_PER_SHARD - 1 : -1 : _CHUNKS_PER_SHARD])
             for file, grid in enumerate(self._grids)
         ]
         borders = np.unique(np.concatenate([self._starts, *ends]))
@@ -214,8 +224,8 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        file = int(np.searchsorted(self._starts, index, side="right")) - 1
-        origin = self._grids[file].origin(index - int(self._starts[file]))
+        file = bisect_right(self._before, index) - 1
+        origin = self._grids[file].origin(index - self._before[file])
         return {name: torch.from_numpy(self._read(file, name, origin)) for name in self._names}
 
     def fingerprint(self) -> Fingerprint:
@@ -241,7 +251,7 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
 
     def _grid(self, file: int) -> _Grid:
         arrays = self._files.opened(file)
-        origins = []
+        origins: list[list[list[int]]] = []
         for dim, length in self._window.items():
             sizes = {array.shape[array.dims.index(dim)] for array in arrays.values()}
             if len(sizes) > 1:
@@ -250,42 +260,38 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
                     + ", ".join(f"{n} {a.shape[a.dims.index(dim)]}" for n, a in arrays.items())
                 )
             positions = np.arange(0, sizes.pop() - length + 1, self._stride[dim])
-            chunk = max(self._files.chunk_of(array, dim) for array in arrays.values())
+            chunk = max(array.axes[len(origins)][1] for array in arrays.values())
             borders = np.flatnonzero(np.diff(positions // chunk)) + 1
-            origins.append(np.split(positions, borders))
+            origins.append([part.tolist() for part in np.split(positions, borders)])
         counts = [np.array([len(part) for part in chunks]) for chunks in origins]
         whole = counts[0]
         for count in counts[1:]:
             whole = np.multiply.outer(whole, count)
-        return _Grid(origins, np.cumsum(whole.ravel()))
+        return _Grid(origins, np.cumsum(whole.ravel()).tolist())
 
     def _read(self, file: int, name: str, origin: tuple[int, ...]) -> NDArray[Any]:
         array = self._files.opened(file)[name]
-        first = dict(zip(self._window, origin, strict=True))
-        starts = [first.get(dim, 0) for dim in array.dims]
-        shape = [self._window.get(dim, n) for dim, n in zip(array.dims, array.shape, strict=True)]
-        out = np.empty(shape, array.dtype)
-        lengths = [
-            self._files.chunk_of(array, dim) if dim in first else max(n, 1)
-            for dim, n in zip(array.dims, array.shape, strict=True)
-        ]
+        sizes = [*self._window.values()]
         touched = [
             range(start // length, (start + size - 1) // length + 1)
-            for start, size, length in zip(starts, shape, lengths, strict=True)
+            for start, size, (_, length) in zip(origin, sizes, array.axes, strict=True)
         ]
+        shape = list(array.shape)
+        for (axis, _), size in zip(array.axes, sizes, strict=True):
+            shape[axis] = size
+        out = np.empty(shape, array.dtype)
+        into, of_chunk = [slice(None)] * len(shape), [slice(None)] * len(shape)
         for place in product(*touched):
-            chunk = self._files.chunk(file, name, place, lengths)
-            into, of_chunk = [], []
-            for at, length, start, size, stored in zip(
-                place, lengths, starts, shape, chunk.shape, strict=True
+            chunk = self._files.chunk(file, name, place)
+            for at, start, size, (axis, length) in zip(
+                place, origin, sizes, array.axes, strict=True
             ):
-                begin, end = max(start, at * length), min(start + size, at * length + stored)
-                into.append(slice(begin - start, end - start))
-                of_chunk.append(slice(begin - at * length, end - at * length))
+                begin = max(start, at * length)
+                end = min(start + size, at * length + chunk.shape[axis])
+                into[axis] = slice(begin - start, end - start)
+                of_chunk[axis] = slice(begin - at * length, end - at * length)
             out[tuple(into)] = chunk[tuple(of_chunk)]
-        if self._single:
-            out = out.squeeze(array.dims.index(next(iter(self._window))))
-        return out
+        return out.squeeze(array.axes[0][0]) if self._single else out
 
 
 # --- formats -------------------------------------------------------------------

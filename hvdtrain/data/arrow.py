@@ -56,22 +56,25 @@ class ArrowRows(Dataset[dict[str, Any]]):
         for path in self._paths:
             if isinstance(path, RemoteFile):
                 raise UserError(f"{key}: {path}: rows of Arrow files are read from local files")
-        self._batches: list[pa.RecordBatch] = []
-        self._starts: list[int] = []  # rows before each batch, and all rows
+        # The columns of each batch.
+        self._columns_of: list[list[tuple[str, pa.Array]]] = []
+        self._starts = [0]  # rows before each batch, and all rows
         self._open()
 
     def _open(self) -> None:
         counts = []
         for path in self._paths:
-            found = [*batches(path, self._columns)]
-            self._batches += found
-            counts.append(sum(len(batch) for batch in found))
-        self._starts = np.cumsum([0, *map(len, self._batches)]).tolist()
+            counts.append(0)
+            for batch in batches(path, self._columns):
+                names = batch.schema.names
+                self._columns_of.append([*zip(names, batch.columns, strict=True)])
+                self._starts.append(self._starts[-1] + len(batch))
+                counts[-1] += len(batch)
         self.shard_samples = np.array(counts, dtype=np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickled, the batches would be copied.
-        return {**self.__dict__, "_batches": [], "_starts": []}
+        return {**self.__dict__, "_columns_of": [], "_starts": [0]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -84,9 +87,13 @@ class ArrowRows(Dataset[dict[str, Any]]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         batch = bisect_right(self._starts, index) - 1
-        row = self._batches[batch].slice(index - self._starts[batch], 1)
-        found: dict[str, Any] = row.to_pylist()[0]
-        return found
+        row = index - self._starts[batch]
+        try:
+            return {name: values[row].as_py() for name, values in self._columns_of[batch]}
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{self.where(index)} has text that is not UTF-8 ({error}): write it again"
+            ) from None
 
     def where(self, index: int) -> str:
         """Location such as "data.arrow: row 7", for messages."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,18 @@ class Tokenizer:
             return np.frombuffer(text, dtype=np.uint8)
         ids = self._tokenizer.encode(text.decode("utf-8", errors="replace")).ids
         return np.asarray(ids, dtype=self.dtype)
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[TokenArray]:
+        """Tokens of several files or records.
+
+        The library computes with threads if there are several. It must not in a process that is
+        forked later: after a fork, it prints a warning and does without.
+        """
+        if self._tokenizer is None or len(texts) == 1:
+            return [*map(self.encode, texts)]
+        decoded = [text.decode("utf-8", errors="replace") for text in texts]
+        found = self._tokenizer.encode_batch_fast(decoded)  # without positions in the text
+        return [np.asarray(one.ids, dtype=self.dtype) for one in found]
 
     def ids(self, text: str, special: bool = True, longest: int | None = None) -> list[int]:
         """Tokens of one text, with a tokenizer.json.
@@ -357,18 +370,26 @@ def _kind_of_records(path: DataFile) -> str | None:
 
 
 def encode_file(
-    path: DataFile, tokenizer: Tokenizer, source: str, text_key: str, separator: int | None
+    path: DataFile,
+    tokenizer: Tokenizer,
+    source: str,
+    text_key: str,
+    separator: int | None,
+    at_once: int = 1,
 ) -> TokenArray:
     """Tokens of all documents of a file, see `documents`.
 
     Args:
         separator: token to insert after each document; None: no separator.
+        at_once: documents that are tokenized together, see Tokenizer.encode_all.
 
     Raises:
         UserError: it cannot be read, or a record has no text.
     """
     texts = documents(path, source, text_key)
-    parts = [with_separator(tokenizer.encode(text), separator) for text in texts]
+    parts: list[TokenArray] = []
+    while several := [*islice(texts, at_once)]:
+        parts += [with_separator(found, separator) for found in tokenizer.encode_all(several)]
     return np.concatenate(parts) if parts else np.empty(0, tokenizer.dtype)
 
 

@@ -140,6 +140,13 @@ class FileTokens:
         return found.astype(dtype or self.dtype, copy=bool(copy))
 
     @property
+    def mapped(self) -> NDArray[Any] | FileTokens:
+        """The tokens as an array, from which reading is fastest, if the file is mapped."""
+        if isinstance(self._source, ByteRanges):
+            return self
+        return self._source[self._span.start : self._span.stop]
+
+    @property
     def has_documents(self) -> bool:
         """Whether the borders of documents are known."""
         return self._layout.documents is not None
@@ -204,7 +211,8 @@ def _open(key: str, file: DataFile, layout: TokenLayout, ranges: ByteRanges) -> 
     if isinstance(file, RemoteFile):
         return FileTokens(file, layout, range(count), ranges)
     try:
-        mapped = np.memmap(file, dtype, "r", layout.start, (count,))
+        # Access to an array is several times as fast as to a memmap.
+        mapped = np.asarray(np.memmap(file, dtype, "r", layout.start, (count,)))
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: {file}: {error}") from None
     return FileTokens(file, layout, range(count), mapped)

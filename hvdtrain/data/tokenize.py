@@ -39,6 +39,7 @@ from hvdtrain.untrusted import checked, read_json
 SPLITS = ("train", "validation")
 Counts = dict[str, int]  # split -> tokens
 _LOCK = ".tokenize.lock"
+_AT_ONCE = 256  # documents
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,7 @@ def _write_parts(plan: TokenizePlan, source: Source, rank: int) -> Counts:
 def _encode(
     tokenizer: Tokenizer, path: DataFile, source: Source, separator: int | None
 ) -> TokenArray:
-    tokens = encode_file(path, tokenizer, source.kind, source.text_key, separator)
+    tokens = encode_file(path, tokenizer, source.kind, source.text_key, separator, _AT_ONCE)
     if len(tokens) and tokens.max() >= tokenizer.vocab_size:
         raise UserError(
             f"{path}: token {tokens.max()} is outside the vocabulary of {tokenizer.vocab_size}: "

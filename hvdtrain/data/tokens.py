@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -49,6 +50,8 @@ class TokenWindows(Dataset[Tensor]):
         self._documents = documents
         self._signed = any(array.dtype.kind == "i" for array in arrays)
         self.starts = np.cumsum([0] + [len(a) for a in arrays])
+        self._starts: list[int] = self.starts.tolist()
+        self._mapped = [a.mapped if isinstance(a, FileTokens) else a for a in arrays]
         self.tokens = int(self.starts[-1])
         first_samples = np.minimum(-(-self.starts // context), len(self))
         self.shard_samples = np.diff(first_samples).astype(np.int64)
@@ -66,18 +69,29 @@ class TokenWindows(Dataset[Tensor]):
         Raises:
             UserError: a token is not in the vocabulary.
         """
-        start = index * self.context
-        stop = start + self.context + 1
-        tokens = self._read(start, stop)
-        if self._vocab_size is not None and (largest := int(tokens.max())) >= self._vocab_size:
-            raise self._beyond(start + int(tokens.argmax()), largest)
-        if self._signed and (smallest := int(tokens.min())) < 0:
-            raise self._beyond(start + int(tokens.argmin()), smallest)
-        if not self._documents:
-            return torch.from_numpy(tokens)
-        return torch.from_numpy(np.stack([tokens, self._numbers(start, stop)]))
+        return self.__getitems__([index])[0]
 
-    def _beyond(self, place: int, token: int) -> UserError:
+    def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
+        """Return several samples."""
+        width = self.context + 1
+        samples = np.empty((len(indices), 1 + self._documents, width), dtype=np.int64)
+        for sample, index in zip(samples, indices, strict=True):
+            start = index * self.context
+            self._read(start, start + width, sample[0])
+            if self._documents:
+                sample[1] = self._numbers(start, start + width)
+        tokens = samples[:, 0]
+        if self._vocab_size is not None and (largest := int(tokens.max())) >= self._vocab_size:
+            raise self._beyond(indices, int(tokens.argmax()), largest)
+        if self._signed and (smallest := int(tokens.min())) < 0:
+            raise self._beyond(indices, int(tokens.argmin()), smallest)
+        found = torch.from_numpy(samples)
+        return list(found if self._documents else found[:, 0])
+
+    def _beyond(self, indices: Sequence[int], at: int, token: int) -> UserError:
+        """The error for a token outside the vocabulary; `at`: its place in these samples."""
+        sample, column = divmod(at, self.context + 1)
+        place = indices[sample] * self.context + column
         array = self.arrays[int(np.searchsorted(self.starts, place, side="right")) - 1]
         vocab_size = self._vocab_size or 0
         if isinstance(array, FileTokens):
@@ -87,11 +101,13 @@ class TokenWindows(Dataset[Tensor]):
             "token numbers have gaps"
         )
 
-    def _read(self, start: int, stop: int) -> NDArray[np.int64]:
-        out = np.empty(stop - start, dtype=np.int64)
+    def _read(self, start: int, stop: int, out: NDArray[np.int64]) -> None:
+        i = bisect_right(self._starts, start) - 1
+        if stop <= self._starts[i + 1]:  # as almost always
+            out[:] = self._mapped[i][start - self._starts[i] : stop - self._starts[i]]
+            return
         for at, part in self._parts(start, stop):
             out[at - start : at - start + len(part)] = part
-        return out
 
     def _numbers(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the number of the document of each token, from 0."""

@@ -337,7 +337,7 @@ def test_token_files_are_memory_mapped(tmp_path: Path) -> None:
     _token_file(tmp_path / "train.u16", 300)
     _token_file(tmp_path / "wide/train.u32", 200)
     arrays, meta = read_token_files("data.train", [str(tmp_path / "*.u16"), str(tmp_path / "wide")])
-    assert all(isinstance(np.asanyarray(array), np.memmap) for array in arrays)
+    assert all(isinstance(np.asarray(array[:9]).base.base, np.memmap) for array in arrays)
     assert [np.asarray(array).tolist() for array in arrays] == [list(range(300)), list(range(200))]
     assert meta == TokenMeta(500, "bytes")
     task = _model(12, source="tokens", train=str(tmp_path / "train.u16"))

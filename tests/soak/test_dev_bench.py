@@ -61,6 +61,13 @@ def test_agents_bench_forms_generations_under_two_drivers() -> None:
     assert 0 < metrics["the next generation with it"]["median"] < 60
 
 
+def test_formats_bench_compares_with_the_own_readers() -> None:
+    _, metrics = _metrics("formats", "--steps 2 --rounds 1")
+    for name in ("Megatron", "Arrow", "Zarr", "HDF5"):
+        assert metrics[f"{name}: hvdtrain / own"]["aim"] == ">= 1.2"
+    assert metrics["tokenizing .jsonl.zst: hvdtrain / datasets.map"]["median"] > 0
+
+
 def test_streams_bench_compares_with_torchdata_and_webdataset() -> None:
     _, metrics = _metrics("streams", "--shards 6 --steps 2 --rounds 1")
     assert metrics["hvdtrain, stream / torchdata"]["aim"] == ">= 1"

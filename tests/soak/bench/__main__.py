@@ -20,6 +20,8 @@ replays
 
 streams
 
+formats
+
 torchft-recovery
 """
 
@@ -35,6 +37,7 @@ from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.runtime.signals import leave_on_sigterm
 from tests.soak.bench.agents import agents
 from tests.soak.bench.copies import copies
+from tests.soak.bench.formats import formats
 from tests.soak.bench.layout_speed import layout_speed
 from tests.soak.bench.layouts import LAYOUTS, TINY, Where, layouts
 from tests.soak.bench.layouts_report import LayoutsReport
@@ -111,6 +114,10 @@ def _streams(args: argparse.Namespace) -> Report:
     return streams(args.shards, args.steps, args.rounds, args.workers)
 
 
+def _formats(args: argparse.Namespace) -> Report:
+    return formats(args.steps, args.rounds, args.workers)
+
+
 def _torchft_recovery(args: argparse.Namespace) -> Report:
     return peer_recovery(args.kills)
 
@@ -185,6 +192,11 @@ _ACTIONS: Mapping[
         "loading tokens from many tar shards, in turns with torchdata and webdataset",
         {"shards": 1000, "steps": 200, "rounds": 5, "workers": 1},
     ),
+    "formats": (
+        _formats,
+        "loading files of other programs, in turns with their own readers",
+        {"steps": 100, "rounds": 5, "workers": 0},
+    ),
     "torchft-recovery": (
         _torchft_recovery,
         "the pause after one of 4 ranks is killed, and of torchft, which it installs",
@@ -192,7 +204,7 @@ _ACTIONS: Mapping[
     ),
 }
 _WITHOUT_PRESET = ("own-loop", "small-steps")
-_WITHOUT_RUNS = ("rendezvous", "agents", "streams", "torchft-recovery")
+_WITHOUT_RUNS = ("rendezvous", "agents", "streams", "formats", "torchft-recovery")
 _NUMBERS = {
     "np": "ranks", "steps": "in one turn", "rounds": "turns", "shards": "tar files",
     "workers": "processes of each loader", "kills": "of a rank",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 import traceback
-from functools import partial
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_CRASH, UserError, of_import
@@ -143,6 +142,7 @@ def _index(args: argparse.Namespace, ranks: RankGroup) -> None:
     from hvdtrain.data.index import build_indexes
     from hvdtrain.data.parquet import PARQUET
     from hvdtrain.data.records import JSON_LINES, TAR
+    from hvdtrain.data.remote import DataFile
     from hvdtrain.runtime.mpi import on_all_ranks
 
     kinds = (JSON_LINES, PARQUET, TAR)
@@ -152,8 +152,13 @@ def _index(args: argparse.Namespace, ranks: RankGroup) -> None:
     )
     for kind in kinds:
         files = [path for path in found[0] if path.name.endswith(kind.suffixes)]
-        copies = on_all_ranks(ranks, partial(readable_anywhere, files, args.cache))
-        made = build_indexes(copies[ranks.rank], kind, args.cache, ranks)
+        readable: list[DataFile] = []
+
+        def prepare(files: list[DataFile] = files, readable: list[DataFile] = readable) -> None:
+            readable += readable_anywhere(files, args.cache)
+
+        on_all_ranks(ranks, prepare)
+        made = build_indexes(readable, kind, args.cache, ranks)
         if files and ranks.rank == 0:
             print(f"{kind.name}: {len(files)}; indexes built: {made}")
 

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hvdtrain.data.files import Fingerprint
+from hvdtrain.data.remote import is_url
 from hvdtrain.errors import UserError
 
 # Of the chunks that a process keeps.
@@ -31,6 +33,9 @@ _CACHE_BYTES = 1 << 28
 # Neighboring chunks that form a shard: a window at the border of two shards reads a chunk of each.
 _CHUNKS_PER_SHARD = 8
 _FINGERPRINT_SAMPLES = 8
+_OPEN_FILES = 64
+# Of arrays without chunks: windows whose numbers are neighbors.
+_WINDOWS_AT_ONCE = 1024
 _ZARR, _HDF5, _NETCDF = (".zarr",), (".h5", ".hdf5", ".he5"), (".nc", ".nc4", ".cdf", ".netcdf")
 
 
@@ -84,6 +89,7 @@ class _Files:
 
     Attributes:
         bytes_read: of the chunks that this process has read.
+        of_sample: the most chunks that a sample has needed: at least as many are kept.
     """
 
     def __init__(
@@ -94,9 +100,10 @@ class _Files:
 
     def _reset(self) -> None:
         self._process = os.getpid()
-        self._arrays: dict[int, dict[str, _Array]] = {}
+        self._arrays: OrderedDict[int, dict[str, _Array]] = OrderedDict()
         self._chunks: OrderedDict[tuple[int, str, tuple[int, ...]], NDArray[Any]] = OrderedDict()
         self._cached = self.bytes_read = 0
+        self.of_sample = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {"paths": self._paths, "names": self._names, "window": self._window}
@@ -108,14 +115,18 @@ class _Files:
         """The arrays of a file, which each process opens for itself."""
         if self._process != os.getpid():
             self._reset()
-        if file not in self._arrays:
+        arrays = self._arrays.pop(file, None)
+        if arrays is None:
             path = self._paths[file]
             with _errors(path):
-                self._arrays[file] = {
+                arrays = {
                     name: self._checked(path, name, _OPENERS[os.path.splitext(path)[1]](path, name))
                     for name in self._names
                 }
-        return self._arrays[file]
+            while len(self._arrays) >= _OPEN_FILES:
+                self._arrays.popitem(last=False)  # closes it
+        self._arrays[file] = arrays  # most recently used last
+        return arrays
 
     def _checked(self, path: str, name: str, array: _Array) -> _Array:
         missing = [dim for dim in self._window if dim not in array.dims]
@@ -147,7 +158,7 @@ class _Files:
                 found = np.asarray(array.values[tuple(part)]).astype(array.dtype, copy=False)
             self._cached += found.nbytes
             self.bytes_read += found.nbytes
-            while self._chunks and self._cached > _CACHE_BYTES:
+            while len(self._chunks) >= max(1, self.of_sample) and self._cached > _CACHE_BYTES:
                 self._cached -= self._chunks.popitem(last=False)[1].nbytes
         self._chunks[file, name, place] = found  # most recently used last
         return found
@@ -162,7 +173,7 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
 
     Args:
         patterns: files (*.h5, *.hdf5, *.nc), stores (*.zarr) or globs, with the same arrays.
-        names: of the arrays, such as "t2m" or "group/images".
+        names: of the arrays, such as "t2m" or "group/images"; or the name of one.
         window: dimension -> length of a window; or one dimension, along which each position is a
             sample without this dimension. All arrays have these dimensions, with equal lengths.
             Other dimensions are read completely.
@@ -181,7 +192,7 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
     def __init__(
         self,
         patterns: Sequence[str] | str,
-        names: Sequence[str],
+        names: Sequence[str] | str,
         window: Mapping[str, int] | str,
         stride: Mapping[str, int] | None = None,
         key: str = "ArrayWindows",
@@ -189,15 +200,18 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
         patterns = [patterns] if isinstance(patterns, str) else patterns
         self._key = key
         self._paths = [path for pattern in patterns for path in self._expanded(pattern)]
-        self._names = list(names)
+        self._names = [names] if isinstance(names, str) else list(names)
+        if not self._names:
+            raise UserError(f"{key}: name at least one array")
         self._single = isinstance(window, str)
         self._window = {window: 1} if isinstance(window, str) else dict(window)
         self._stride = {**self._window, **(stride or {})}
         lengths = [*self._window.values(), *self._stride.values()]
-        if not self._window or min(lengths) < 1 or self._stride.keys() != self._window.keys():
+        fits = self._window and self._stride.keys() == self._window.keys()
+        if not fits or not all(isinstance(length, int) and length >= 1 for length in lengths):
             raise UserError(
-                f"{key}: a window has dimensions with lengths of at least 1, and a stride has no "
-                f"others, not {self._window} and {self._stride}"
+                f"{key}: a window has dimensions with integer lengths of at least 1, and a stride "
+                f"has no others, not {self._window} and {self._stride}"
             )
         self._files = _Files(self._paths, self._names, self._window)
         self._grids = [self._grid(file) for file in range(len(self._paths))]
@@ -240,7 +254,11 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
         return Fingerprint(digest.hexdigest()[:16])
 
     def _expanded(self, pattern: str) -> list[str]:
-        found = sorted(glob.glob(os.path.expanduser(pattern)))
+        pattern = pattern.removeprefix("file://")
+        if is_url(pattern):
+            raise UserError(f"{self._key}: {pattern}: arrays are read from local files")
+        # Completion by a shell ends a directory's name with a slash.
+        found = sorted(glob.glob(os.path.expanduser(pattern).rstrip("/")))
         if not found:
             raise UserError(f"{self._key}: no file matches {pattern!r} (from {os.getcwd()})")
         for path in found:
@@ -260,7 +278,9 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
                     + ", ".join(f"{n} {a.shape[a.dims.index(dim)]}" for n, a in arrays.items())
                 )
             positions = np.arange(0, sizes.pop() - length + 1, self._stride[dim])
-            chunk = max(array.axes[len(origins)][1] for array in arrays.values())
+            at = len(origins)
+            chunks = [array.axes[at][1] for array in arrays.values() if array.chunks]
+            chunk = max(chunks, default=_WINDOWS_AT_ONCE * self._stride[dim])
             borders = np.flatnonzero(np.diff(positions // chunk)) + 1
             origins.append([part.tolist() for part in np.split(positions, borders)])
         counts = [np.array([len(part) for part in chunks]) for chunks in origins]
@@ -279,6 +299,8 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
         shape = list(array.shape)
         for (axis, _), size in zip(array.axes, sizes, strict=True):
             shape[axis] = size
+        chunks = len(self._names) * prod(map(len, touched))
+        self._files.of_sample = max(self._files.of_sample, chunks)
         out = np.empty(shape, array.dtype)
         into, of_chunk = [slice(None)] * len(shape), [slice(None)] * len(shape)
         for place in product(*touched):

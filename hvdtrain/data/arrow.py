@@ -1,11 +1,11 @@
 """Rows of Arrow files, such as those of `save_to_disk` of the library `datasets` (extra `parquet`).
 
-Files are Arrow streams or Arrow files (*.arrow). They are memory-mapped.
+Files are Arrow streams or Arrow files (*.arrow). They are memory-mapped, unless compressed.
 """
 
 from __future__ import annotations
 
-import json
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,13 +19,16 @@ from hvdtrain.data.file_kinds import ARROW_FILE, described
 from hvdtrain.data.files import Fingerprint, find_files, of_files
 from hvdtrain.data.index import Format
 from hvdtrain.data.order import Indices
-from hvdtrain.data.remote import ByteRanges, DataFile, RemoteFile
+from hvdtrain.data.remote import ByteRanges, DataFile, RemoteFile, read_url
 from hvdtrain.errors import UserError
+from hvdtrain.log import logger
+from hvdtrain.untrusted import parse_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _FILE_MAGIC = b"ARROW1"
+_LARGE_BYTES = 1 << 26
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
@@ -65,11 +68,18 @@ class ArrowRows(Dataset[dict[str, Any]]):
         counts = []
         for path in self._paths:
             counts.append(0)
+            before = _allocated()
             for batch in batches(path, self._columns):
                 names = batch.schema.names
                 self._columns_of.append([*zip(names, batch.columns, strict=True)])
                 self._starts.append(self._starts[-1] + len(batch))
                 counts[-1] += len(batch)
+            if (size := _allocated() - before) > _LARGE_BYTES:
+                logger.warning(
+                    "%s is compressed: each process keeps its rows in memory (%d MB)",
+                    path,
+                    size >> 20,
+                )
         self.shard_samples = np.array(counts, dtype=np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,6 +117,15 @@ class ArrowRows(Dataset[dict[str, Any]]):
         return of_files(self._paths, self.shard_samples.tolist())
 
 
+def _allocated() -> int:
+    """Bytes that Arrow has allocated; it maps what is not compressed."""
+    try:
+        import pyarrow as pa
+    except ImportError:
+        return 0  # `batches` says so
+    return int(pa.total_allocated_bytes())
+
+
 def arrow_files(key: str, patterns: Sequence[str]) -> list[DataFile]:
     """The Arrow files that patterns name; of a directory of `save_to_disk` those of its dataset.
 
@@ -119,30 +138,48 @@ def arrow_files(key: str, patterns: Sequence[str]) -> list[DataFile]:
 
 
 def of_datasets(key: str, files: Sequence[DataFile]) -> list[DataFile]:
-    """Drop files that are not of the dataset in their directory, see `arrow_files`."""
-    parents = {file.parent for file in files if isinstance(file, Path)}
-    listed = {parent: names for parent in parents if (names := _data_files(parent)) is not None}
-    for above in {parent.parent for parent in listed}:
-        splits = sorted(parent.name for parent in listed if parent.parent == above)
-        if len(splits) > 1 and (above / _SPLITS).is_file():
+    """Drop files that are not of the dataset in their directory, see `arrow_files`.
+
+    Raises:
+        UserError: the files of several splits, or a file of a dataset is missing.
+    """
+    directories = {os.path.dirname(str(file)): file for file in files}
+    listed = {}
+    for directory, file in directories.items():
+        if (state := _json_next_to(file, _STATE)) is None:
+            continue
+        with suppress(KeyError, TypeError):
+            listed[directory] = {each["filename"] for each in state["_data_files"]}
+        for name in sorted(listed.get(directory, ())):
+            if isinstance(file, Path) and not file.with_name(name).exists():
+                raise UserError(f"{key}: {directory}: {name} of {_STATE} is missing: copy it again")
+    splits: dict[str, list[str]] = {}
+    for directory in sorted(listed):
+        above, _, split = directory.rpartition("/")
+        splits.setdefault(above, []).append(split)
+    for above, names in splits.items():
+        first = directories[f"{above}/{names[0]}"]
+        if len(names) > 1 and _json_next_to(first, f"../{_SPLITS}") is not None:
             raise UserError(
-                f"{key}: {above} has the splits {', '.join(splits)}: name one, such as "
-                f"{above / splits[-1]}"
+                f"{key}: {above} has the splits {', '.join(names)}: name one, such as "
+                f"{above}/{names[-1]}"
             )
     return [
         file
         for file in files
-        if not isinstance(file, Path)
-        or file.parent not in listed
-        or file.name in listed[file.parent]
+        if (directory := os.path.dirname(str(file))) not in listed or file.name in listed[directory]
     ]
 
 
-def _data_files(directory: Path) -> set[str] | None:
-    """Names of a dataset's files; None: the directory is not one of `save_to_disk`."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        state = json.loads((directory / _STATE).read_text())
-        return {file["filename"] for file in state["_data_files"]}
+def _json_next_to(file: DataFile, name: str) -> Any:
+    """The JSON file with this name in a file's directory, or above it; None: there is none."""
+    with suppress(OSError, ValueError, UserError):
+        if isinstance(file, RemoteFile):
+            directory = file.url.rpartition("/")[0]
+            if name.startswith("../"):
+                directory, name = directory.rpartition("/")[0], name.removeprefix("../")
+            return parse_json(read_url(f"{directory}/{name}"))
+        return parse_json((file.parent / name).read_bytes())
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import glob
 import gzip
 import hashlib
 import importlib
@@ -10,16 +11,19 @@ import io
 import lzma
 import os
 import random
-import shutil
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from hvdtrain.data.files import STALE_SECONDS, hidden_copy, remove_leftovers
 from hvdtrain.data.remote import DataFile, RemoteFile, beginning, open_file
 from hvdtrain.errors import UserError
 from hvdtrain.files import FileLock, sync_directory
+from hvdtrain.log import logger
 from hvdtrain.runtime.heartbeat import HEARTBEAT
 
 _ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + n, 0x2A, 0x4D, 0x18]) for n in range(16)))
@@ -65,9 +69,10 @@ class _Decompressed(io.RawIOBase):
     """The content of a compressed file, with errors that name the file."""
 
     def __init__(self, file: DataFile) -> None:
+        new = _decompressor(file)
         self._name = file
         self._packed = open_file(file)
-        self._content: Any = _decompressor(file)(self._packed)
+        self._content: Any = new(self._packed)
 
     def readable(self) -> bool:
         return True
@@ -75,6 +80,8 @@ class _Decompressed(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             return int(self._content.readinto(buffer))
+        except UserError:  # of a remote file
+            raise
         except Exception as error:  # each library has errors of its own
             if isinstance(error, OSError) and error.errno is not None:
                 raise
@@ -89,18 +96,55 @@ class _Decompressed(io.RawIOBase):
         super().close()
 
 
-def _decompressor(file: DataFile) -> Callable[[BinaryIO], Any]:
+def _decompressor(file: DataFile) -> Callable[[BinaryIO], io.BufferedIOBase | io.RawIOBase]:
     if file.suffix == ".gz":
         return lambda packed: gzip.GzipFile(fileobj=packed)
-    if file.suffix == ".bz2":
-        return bz2.BZ2File
-    if file.suffix == ".xz":
-        return lzma.LZMAFile
+    if file.suffix == ".zst":
+        return partial(_Frames, new=_zstd(file).ZstdDecompressor)
+    new = bz2.BZ2Decompressor if file.suffix == ".bz2" else lzma.LZMADecompressor
+    return partial(_Frames, new=new)
+
+
+def _zstd(file: DataFile) -> Any:
     for module in ("compression.zstd", "backports.zstd"):  # the first one since Python 3.14
         with suppress(ImportError):
-            found: Callable[[BinaryIO], Any] = importlib.import_module(module).ZstdFile
-            return found
+            return importlib.import_module(module)
     raise UserError(f"{file}: reading Zstandard needs a package: pip install 'hvdtrain[zstd]'")
+
+
+class _Frames(io.RawIOBase):
+    """The content of frames that follow each other.
+
+    The libraries' own file objects ignore what follows a frame of bz2 and xz if it is not another
+    frame, also a damaged one.
+
+    Args:
+        new: makes the decompressor of a frame, with the interface of bz2.BZ2Decompressor.
+    """
+
+    def __init__(self, packed: BinaryIO, new: Callable[[], Any]) -> None:
+        self._packed, self._new, self._frame = packed, new, new()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            packed = b""
+            if self._frame.eof:
+                packed = self._frame.unused_data.lstrip(b"\0")  # xz may pad its frames
+                packed = packed or self._packed.read(_BUFFER_BYTES).lstrip(b"\0")
+                if not packed:
+                    return 0
+                self._frame = self._new()
+            elif self._frame.needs_input:
+                packed = self._packed.read(_BUFFER_BYTES)
+                if not packed:
+                    raise EOFError("the last frame is not complete")
+            content = self._frame.decompress(packed, len(buffer))
+            if content:
+                buffer[: len(content)] = content
+                return len(content)
 
 
 # --- decompressed copies -------------------------------------------------------
@@ -134,12 +178,15 @@ def _copy(file: DataFile, cache: str | None) -> Path:
     directory = Path(cache).expanduser() if cache is not None else Path(str(file)).parent
     name = file.name.removesuffix(file.suffix)
     kept = directory / f".{digest}.{version}.{name}"
+    if kept.exists():
+        return kept
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _make(file, kept)
-        for older in directory.glob(f".{digest}.*.{name}"):
-            if older != kept:
-                older.unlink(missing_ok=True)
+        if _make(file, kept):
+            # Copies of earlier versions, and their indexes.
+            for older in directory.glob(f"*.{digest}.*"):
+                if not older.name.lstrip(".").startswith(f"{digest}.{version}."):
+                    older.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
             f"{file}: its decompressed copy cannot be written ({kept}: {error.strerror}): set "
@@ -148,26 +195,62 @@ def _copy(file: DataFile, cache: str | None) -> Path:
     return kept
 
 
-def _make(file: DataFile, kept: Path) -> None:
-    """Write the copy, unless it is there, or another process writes it meanwhile."""
-    new = kept.with_name(f"{kept.name}.tmp")
-    lock = FileLock(new.with_name(f"{new.name}.lock"))
-    while not kept.exists():
-        lock.open()
-        known = lock.attempt()
-        if not lock.held and known:
-            HEARTBEAT.advance()  # another process is decompressing it
-            time.sleep(_POLL_SECONDS)
-            continue
-        try:
-            if not kept.exists():
-                with open_decompressed(file) as source, new.open("wb") as copy:
-                    shutil.copyfileobj(source, copy, _BUFFER_BYTES)
-                    copy.flush()
-                    os.fsync(copy.fileno())
-                new.replace(kept)
-                sync_directory(kept.parent)
-        finally:
-            new.unlink(missing_ok=True)
-            new.with_name(f"{new.name}.lock").unlink(missing_ok=True)
-    lock.close()
+def _make(file: DataFile, kept: Path) -> bool:
+    """Write the copy, unless another process does so meanwhile; return whether this one has.
+
+    The lock only avoids that several processes do the same work: on a file system without locks,
+    they do.
+
+    Raises:
+        UserError: the other process makes no progress.
+    """
+    lock = FileLock(kept.with_name(f"{kept.name}.lock"))
+    size, grown_at, said = -1, time.monotonic(), False
+    try:
+        while not kept.exists():
+            lock.open()
+            if lock.attempt() and not lock.held:
+                now = _size_of_copies(kept)
+                if now != size:
+                    size, grown_at = now, time.monotonic()
+                    HEARTBEAT.advance()
+                if not said:
+                    logger.info("%s: waiting for another process that decompresses it", file)
+                    said = True
+                if time.monotonic() - grown_at > STALE_SECONDS:
+                    raise UserError(
+                        f"{file}: the process that decompresses it has made no progress for "
+                        f"{STALE_SECONDS:.0f} s; delete {kept}.lock if there is none"
+                    )
+                time.sleep(_POLL_SECONDS)
+            elif not kept.exists():
+                _decompress(file, kept)
+                return True
+        return False
+    finally:
+        if lock.held:
+            kept.with_name(f"{kept.name}.lock").unlink(missing_ok=True)
+        lock.close()
+
+
+def _size_of_copies(kept: Path) -> int:
+    found = 0
+    for copy in kept.parent.glob(f"{glob.escape(kept.name)}.*.tmp"):
+        with suppress(OSError):
+            found += copy.stat().st_size
+    return found
+
+
+def _decompress(file: DataFile, kept: Path) -> None:
+    logger.info("decompressing %s to %s", file, kept)
+    remove_leftovers(kept.parent, f"{glob.escape(kept.name)}.*.tmp")
+    new = kept.with_name(f"{kept.name}.{secrets.token_hex(4)}.tmp")
+    with hidden_copy(new):
+        with open_decompressed(file) as source, new.open("xb") as copy:
+            while content := source.read(_BUFFER_BYTES):
+                copy.write(content)
+                HEARTBEAT.advance()
+            copy.flush()
+            os.fsync(copy.fileno())
+        new.replace(kept)
+    sync_directory(kept.parent)

@@ -8,7 +8,7 @@ import os
 import shutil
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import accumulate
@@ -84,7 +84,7 @@ def expand(
         if not full:
             raise UserError(f"{key}: every file that matches {pattern!r} is empty")
         found |= full
-    return sorted(found)
+    return sorted(_once(found) if suffixes else found)
 
 
 def find_files(
@@ -102,7 +102,18 @@ def find_files(
     def choose(url: str, sizes: dict[RemoteFile, int]) -> list[RemoteFile]:
         return _choose(key, url, sizes, suffixes, kind) if suffixes else [*sizes]
 
-    return [*found, *(remote.find(key, urls, suffixes, choose) if urls else ())]
+    behind_urls = remote.find(key, urls, suffixes, choose) if urls else []
+    return [*found, *(_once(behind_urls) if suffixes else behind_urls)]
+
+
+def _once(files: Collection[File]) -> list[File]:
+    """Drop compressed files whose decompressed ones are among the files, too."""
+    names = {*map(str, files)}
+    return [
+        file
+        for file in files
+        if file.suffix not in remote.COMPRESSED or str(file).removesuffix(file.suffix) not in names
+    ]
 
 
 def _match(pattern: str) -> list[Path]:
@@ -127,10 +138,7 @@ def _choose(
         UserError: no file has such a suffix, or one would have it if it was not compressed.
     """
     chosen = [path for path in sizes if path.name.endswith(suffixes)]
-    whole = {str(path) for path in chosen}
-    # A compressed file is read if the decompressed one is not there.
-    chosen = [p for p in chosen if str(p).removesuffix(p.suffix) not in whole]
-    others = [path for path in sizes if path not in chosen]
+    others = [path for path in sizes if not path.name.endswith(suffixes)]
     known = f"{kind} ({remote.shown(suffixes)})"
     others.sort(key=lambda path: (-sizes[path], str(path)))
     if not chosen:

@@ -116,25 +116,28 @@ def read_packed(
     return PackedTokens(data, [*rest, last], [end], meta)
 
 
-def separate_documents(sources: Mapping[str, PackedTokens]) -> int | None:
+def separate_documents(sources: Mapping[str, PackedTokens]) -> tuple[int | None, bool]:
     """How documents are distinguished, with data.document_mask.
 
     Returns:
-        The token between documents; None: the indexes next to all files tell where they begin.
+        (The token between documents, if it is known; whether the indexes next to all files tell
+        where documents begin.)
 
     Raises:
-        UserError: it is unknown for a source.
+        UserError: neither is known.
     """
-    if all(source.has_documents for source in sources.values()):
-        return None
-    separators = {source.meta.separator for source in sources.values()}
-    if None in separators:
+    indexed = all(source.has_documents for source in sources.values())
+    metas = {name: source.meta for name, source in sources.items()}
+    without = [name for name, meta in metas.items() if meta.separator is None]
+    if without and not indexed:
+        of_source = f" (data.mixture.{without[0]})" if without[0] else ""
         raise UserError(
-            "data.document_mask needs token files in which documents are separated: make them "
-            "with `hvdtrain data tokenize --separate`, or write the number of the token that "
-            "separates them into tokens.json (separator)"
+            f"data.document_mask needs token files in which documents are separated{of_source}: "
+            "make them with `hvdtrain data tokenize --separate`, or write the number of the token "
+            "that separates them into tokens.json (separator). Indexes (*.idx, *.ds.index) must "
+            "be next to all files"
         )
-    return common_meta({name: source.meta for name, source in sources.items()}).separator
+    return common_meta(metas).separator, indexed
 
 
 def common_meta(metas: Mapping[str, TokenMeta]) -> TokenMeta:

@@ -230,6 +230,15 @@ def read_url(url: str) -> bytes:
     return attempt(url, lambda: bytes(system.cat_file(path)))
 
 
+def url_exists(url: str) -> bool:
+    """Whether there is a file; False also if its server does not answer the question."""
+    try:
+        system, path = _file_system(url)
+        return bool(attempt(url, lambda: system.exists(path)))
+    except (OSError, UserError):
+        return False
+
+
 def beginning(file: DataFile, size: int) -> bytes:
     """The first bytes of a file; fewer if it is shorter.
 

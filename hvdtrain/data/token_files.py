@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,14 @@ from numpy.typing import NDArray
 
 from hvdtrain.data.file_kinds import HEAD_BYTES
 from hvdtrain.data.files import find_files
-from hvdtrain.data.remote import ByteRanges, DataFile, RemoteFile, beginning, read_url
+from hvdtrain.data.remote import (
+    REQUESTS_AT_ONCE,
+    ByteRanges,
+    DataFile,
+    RemoteFile,
+    beginning,
+    read_url,
+)
 from hvdtrain.data.token_formats import DTYPES, SUFFIXES, TokenLayout, layout_of
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
@@ -172,26 +180,29 @@ def read_token_files(
             index, files of different vocabularies, or content that is not tokens of the
             vocabulary, as far as the start of a file shows it.
     """
-    metas: dict[str, TokenMeta] = {}
-    found, ranges = [], ByteRanges()
-    for file in find_files(key, patterns, suffixes=SUFFIXES):
+    files = find_files(key, patterns, suffixes=SUFFIXES)
+    first = {os.path.dirname(str(file)): file for file in reversed(files)}
+    metas = {directory: TokenMeta.read(file, described) for directory, file in first.items()}
+    ranges = ByteRanges()
+
+    def opened(file: DataFile) -> FileTokens:
         directory = os.path.dirname(str(file))
-        known = directory in metas
-        if not known:
-            metas[directory] = TokenMeta.read(file, described)
-        if known and isinstance(file, RemoteFile) and file.suffix in DTYPES:
+        if isinstance(file, RemoteFile) and file.suffix in DTYPES and file != first[directory]:
             # Each would cost a request: one per directory is examined.
-            found.append(_open(key, file, TokenLayout(DTYPES[file.suffix]), ranges))
-            continue
+            return _open(key, file, TokenLayout(DTYPES[file.suffix]), ranges)
         head, meta = beginning(file, HEAD_BYTES), metas[directory]
         layout = layout_of(key, file, head, meta.number_type)
         check = partial(_check_start, key, file, head, layout, meta.vocab_size)
         if layout.tokens is None:  # an odd size may be that of wider tokens
             check()
-            found.append(_open(key, file, layout, ranges))
-        else:  # tokens of another size may be those of another index
-            found.append(_open(key, file, layout, ranges))
-            check()
+            return _open(key, file, layout, ranges)
+        found = _open(key, file, layout, ranges)
+        check()  # later: tokens of another size may be those of another index
+        return found
+
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+        local = [opened(file) for file in files if isinstance(file, Path)]
+        found = [*local, *pool.map(opened, (f for f in files if isinstance(f, RemoteFile)))]
     if len({*metas.values()}) > 1:
         raise UserError(
             f"{key}: these token files were made with different tokenizers: {set(metas.values())}"

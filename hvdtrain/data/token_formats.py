@@ -18,13 +18,14 @@ from __future__ import annotations
 import io
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data.file_kinds import TEXT, is_text, kind_of, refusal
-from hvdtrain.data.remote import DataFile, RemoteFile, read_url
+from hvdtrain.data.remote import DataFile, RemoteFile, read_url, url_exists
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 
@@ -40,19 +41,27 @@ class DocumentStarts:
 
     Args:
         positions: int64 (documents,), in tokens or bytes.
-        numbers: int64 (documents,), numbers of the first sequences of documents in `positions`;
-            None: each sequence is a document.
+        end: number of tokens of the file.
+        numbers: int64 (documents,), numbers of the first sequences of documents in `positions`, or
+            their number for an empty document at the end; None: each sequence is a document.
         unit: of the positions, in tokens: 1, or bytes per token.
     """
 
     def __init__(
-        self, positions: NDArray[Any], numbers: NDArray[Any] | None = None, unit: int = 1
+        self,
+        positions: NDArray[Any],
+        end: int,
+        numbers: NDArray[Any] | None = None,
+        unit: int = 1,
     ) -> None:
         self._positions, self._numbers, self._unit = positions, numbers, unit
+        self._end = end
         self._order = range(len(positions if numbers is None else numbers))
 
     def _start(self, document: int) -> int:
         place = document if self._numbers is None else int(self._numbers[document])
+        if place >= len(self._positions):
+            return self._end
         return int(self._positions[place]) // self._unit
 
     def numbered(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -98,18 +107,19 @@ def layout_of(
         for recognize in _FORMATS:
             if (layout := recognize(file, head)) is not None:
                 return layout
+        dtype = DTYPES.get(file.suffix, dtype)
+        found = None if dtype is None else _with_documents(file, dtype)
     except (ValueError, EOFError) as error:
         raise UserError(f"{key}: {file}: {error}") from None
     content = kind_of(head) or (TEXT if is_text(head) else None)
     if content is not None:
         raise refusal(key, file, content)
-    dtype = DTYPES.get(file.suffix, dtype)
-    if dtype is None:
+    if found is None:
         raise UserError(
             f"{key}: {file} does not tell the size of its tokens: write it into tokens.json next "
             'to it, such as {"vocab_size": 50257, "tokenizer": "gpt2", "dtype": "uint16"}'
         )
-    return TokenLayout(dtype, documents=_ends_of_documents(file))
+    return found
 
 
 # --- formats -------------------------------------------------------------------
@@ -139,9 +149,14 @@ def _numpy(file: DataFile, head: bytes) -> TokenLayout | None:
     if file.suffix != ".npy" or not head.startswith(b"\x93NUMPY"):
         return None
     opened = io.BytesIO(head)
-    version = np.lib.format.read_magic(opened)
-    read = np.lib.format.read_array_header_1_0
-    shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(opened)
+    try:
+        version = np.lib.format.read_magic(opened)
+        first = version == (1, 0)
+        form = np.lib.format
+        read = form.read_array_header_1_0 if first else form.read_array_header_2_0
+        shape, _, dtype = read(opened)
+    except Exception as error:  # also those of Python's parser
+        raise ValueError(f"its header is damaged ({error}): copy it again") from None
     if len(shape) != 1 or dtype.kind not in "iu":
         raise ValueError(
             f"an array of shape {shape} and dtype {dtype}: tokens are an array of one dimension "
@@ -177,10 +192,12 @@ def _megatron(file: DataFile, head: bytes) -> TokenLayout | None:
         raise ValueError("its *.idx is truncated or has no sequence: copy it again")
     lengths = _part(index, at, sequences, "<i4")
     pointers = _part(index, at + 4 * sequences, sequences, "<i8")
-    # The last one is the number of sequences.
-    starts = _part(index, at + 12 * sequences, documents, "<i8")[:-1]
+    starts = _part(index, at + 12 * sequences, documents, "<i8")
+    if documents and (starts[0] != 0 or starts[-1] != sequences):
+        raise ValueError("its *.idx is damaged: copy it again")
     end = int(pointers[-1]) // dtype.itemsize + int(lengths[-1])
-    return TokenLayout(dtype, 0, end, DocumentStarts(pointers, starts, dtype.itemsize))
+    # The last number is that of the sequences.
+    return TokenLayout(dtype, 0, end, DocumentStarts(pointers, end, starts[:-1], dtype.itemsize))
 
 
 def _part(index: NDArray[np.uint8], at: int, count: int, dtype: str) -> NDArray[Any]:
@@ -195,7 +212,7 @@ _DATATROVE_DTYPES: dict[str, np.dtype[Any]] = {"2": np.dtype("<u2"), "4": np.dty
 def _datatrove(file: DataFile, head: bytes) -> TokenLayout | None:
     if file.suffix != ".ds":
         return None
-    if _sibling(file, f"{file.name}.loss") is not None:
+    if _exists(file, f"{file.name}.loss"):
         logger.warning("%s: the loss mask next to it is not used: all tokens are trained on", file)
     found = _sibling(file, f"{file.name}.metadata")
     if found is None:
@@ -203,13 +220,23 @@ def _datatrove(file: DataFile, head: bytes) -> TokenLayout | None:
     name, _, size = found.tobytes().partition(b"\n")[0].decode(errors="replace").rpartition("|")
     if size not in _DATATROVE_DTYPES:
         raise ValueError(f"*.metadata next to it has an unknown size of tokens: {name}|{size}")
-    return TokenLayout(_DATATROVE_DTYPES[size], documents=_ends_of_documents(file))
+    return _with_documents(file, _DATATROVE_DTYPES[size])
 
 
-def _ends_of_documents(file: DataFile) -> DocumentStarts | None:
-    """The borders in *.ds.index: where documents end, which is where others begin."""
+def _with_documents(file: DataFile, dtype: np.dtype[Any]) -> TokenLayout:
+    """The layout with the borders in *.ds.index: where documents end is where others begin.
+
+    Raises:
+        ValueError: the index is damaged.
+    """
     index = _sibling(file, f"{file.name}.index") if file.suffix == ".ds" else None
-    return None if index is None else DocumentStarts(_part(index, 0, len(index) // 8, "<u8"))
+    if index is None:
+        return TokenLayout(dtype)
+    if len(index) % 8 or not len(index):
+        raise ValueError("*.index next to it is truncated: copy it again")
+    ends = _part(index, 0, len(index) // 8, "<u8")
+    end = int(ends[-1])
+    return TokenLayout(dtype, tokens=end, documents=DocumentStarts(ends, end))
 
 
 _FORMATS: tuple[Callable[[DataFile, bytes], TokenLayout | None], ...] = (
@@ -221,10 +248,19 @@ def _sibling(file: DataFile, name: str) -> NDArray[np.uint8] | None:
     """The bytes of another file in the same directory; None: there is none."""
     try:
         if isinstance(file, RemoteFile):
-            return np.frombuffer(read_url(file.sibling(name)), np.uint8)
+            # Servers may forbid to look for files.
+            with suppress(UserError):
+                return np.frombuffer(read_url(file.sibling(name)), np.uint8)
+            return None
         path = file.with_name(name)
         return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UserError(f"{file}: {name} next to it: {error.strerror or error}") from None
+
+
+def _exists(file: DataFile, name: str) -> bool:
+    if isinstance(file, RemoteFile):
+        return url_exists(file.sibling(name))
+    return file.with_name(name).exists()

@@ -61,8 +61,7 @@ class TextData:
         tokenizer: None if the data is already tokenized.
         prompt: tokens of the validation data that a sample of the model continues.
         ends: tokens that end the sample.
-        separator: the token that ends each document, with data.document_mask; None also if samples
-            have the numbers of documents.
+        separator: the token that ends each document, if samples lack the numbers of documents.
         apart: documents of a sample do not see each other.
         classes: classes of a classifier.
     """
@@ -166,10 +165,9 @@ def _windows(
     if tokenizer is None:
         _check_vocabulary(directory, packed.meta.vocab_size)
     apart = data.document_mask
-    separator = separate_documents({"": packed}) if apart else None
-    train, validation = packed.windows(
-        context, "huggingface.context", vocab_size, apart and separator is None
-    )
+    separator, indexed = separate_documents({"": packed}) if apart else (None, False)
+    separator = None if indexed else separator
+    train, validation = packed.windows(context, "huggingface.context", vocab_size, indexed)
     datasets = Datasets(train, validation, train.fingerprint())
     prompt = tokens_of(validation[0][None])[0, : min(_PROMPT, context - 1)].tolist()
     return TextData(datasets, context, tokenizer, prompt, separator=separator, apart=apart)

@@ -79,15 +79,15 @@ class LanguageModel:
         }
         if described is not None and not data.mixture:
             name, size = packed[""].meta.vocabulary
-            if (name, size) != described.vocabulary:
+            if size != described.vocab_size:
                 raise UserError(
                     f"data.tokenizer is {described.tokenizer} with {described.vocab_size} tokens, "
                     f"but tokens.json next to the files of data.train names {name} with {size}"
                 )
         self._take_over({name: one.meta for name, one in packed.items()})
+        with_documents = False
         if data.document_mask:
-            self._separator = separate_documents(packed)
-        with_documents = data.document_mask and self._separator is None
+            self._separator, with_documents = separate_documents(packed)
         of_windows = context, "model.context", self._vocab_size, with_documents
         windows = {name: one.windows(*of_windows) for name, one in packed.items()}
         trains, validations = ({n: pair[i] for n, pair in windows.items()} for i in (0, 1))
@@ -137,8 +137,10 @@ class LanguageModel:
             samples, sources = batch
             of_samples = sources.double()  # receives the sums
         tokens, targets = tokens_of(samples)[:, :-1], tokens_of(samples)[:, 1:]
-        documents = samples[:, 1, :-1] if samples.dim() == 3 else None
-        if self._separator is not None:
+        documents = None
+        if samples.dim() == 3:
+            documents = self._documents(samples)
+        elif self._separator is not None:
             documents = (tokens == self._separator).cumsum(dim=1)
         found: dict[str, Any] = {}
         found["loss"] = loss = model.loss(tokens, targets, documents, of_samples)
@@ -151,6 +153,19 @@ class LanguageModel:
         sizes = sent(self._token_bytes, targets.device)[targets]
         bits = loss.double() * targets.numel() / math.log(2)
         return {**found, "bits_per_byte": (bits, sizes.sum())}
+
+    def _documents(self, samples: Tensor) -> Tensor:
+        """Numbers of the documents (batch, context), from an index.
+
+        A separator at the end of a document begins the next one, as without an index: the model
+        sees the first token of a document after a separator, and nothing before it.
+        """
+        import torch
+
+        now, following = samples[:, 1, :-1], samples[:, 1, 1:]
+        if self._separator is None:
+            return now
+        return torch.where(samples[:, 0, :-1] == self._separator, following, now)
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """The perplexity: the number of equally likely tokens that would be as hard to predict."""

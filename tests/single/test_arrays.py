@@ -162,6 +162,34 @@ def test_sequential_order_reads_each_chunk_about_once(
     assert read / used < 1.2, "bytes read / bytes of the samples' positions"
 
 
+def test_many_files_are_not_open_at_once(tmp_path: Path) -> None:
+    for number in range(100):
+        with h5py.File(tmp_path / f"{number:03}.h5", "w") as file:
+            file["v"] = np.full(3, number)
+    data = ArrayWindows(str(tmp_path / "*.h5"), "v", "dim_0")
+    assert [int(data[3 * number]["v"]) for number in range(100)] == list(range(100))
+    links = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
+    assert 0 < sum(link.suffix == ".h5" and link.parent == tmp_path for link in links) <= 64
+
+
+def test_chunks_of_a_sample_are_kept_however_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvdtrain.data.arrays._CACHE_BYTES", 100)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name in ("v", "w"):
+            file.create_dataset(name, data=np.zeros((64, 100)), chunks=(16, 100))
+    data = ArrayWindows(str(tmp_path / "a.h5"), ["v", "w"], "dim_0")
+    for number in range(64):
+        _ = data[number]
+    assert data.bytes_read == 2 * 64 * 100 * 8
+
+
+def test_store_may_be_named_with_a_slash(tmp_path: Path) -> None:
+    path, _ = written(tmp_path, "Zarr 3")
+    assert len(ArrayWindows(f"{path}/", "v", "dim_0")) == 100
+
+
 def _sum_of(data: ArrayWindows) -> float:
     return sum(float(data[number]["v"].sum()) for number in range(0, 100, 9))
 
@@ -193,7 +221,9 @@ def test_fingerprint_changes_with_values_and_windows(tmp_path: Path) -> None:
     [
         ((["w"], "time"), r"a\.h5 has no array 'w', but v"),
         ((["v"], "t"), r"a\.h5: v has no dimension 't', but time, y, x"),
-        ((["v"], {"time": 0}), "a window has dimensions with lengths of at least 1"),
+        (([], "time"), "name at least one array"),
+        ((["v"], {"time": 0}), "a window has dimensions with integer lengths of at least 1"),
+        ((["v"], {"time": 2.5}), "a window has dimensions with integer lengths"),
         ((["v"], {"time": 2}, {"x": 1}), "a stride has no others"),
         ((["v"], {"time": 101}), "no window fits"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import pyarrow as pa
 import pytest
 
@@ -72,6 +73,27 @@ def test_splits_of_a_dataset_dict_are_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"saved has the splits test, train: name one"):
         ArrowRows([str(tmp_path / "saved")])
     assert len(ArrowRows([str(tmp_path / "saved/train")])) == 900
+
+
+def test_missing_file_of_a_dataset_is_named(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+    (tmp_path / "saved/data-00001-of-00003.arrow").unlink()
+    with pytest.raises(UserError, match=r"saved: data-00001-of-00003\.arrow of state\.json is mis"):
+        ArrowRows([str(tmp_path / "saved")])
+
+
+def test_splits_and_caches_behind_urls_are_not_mixed(tmp_path: Path) -> None:
+    whole = datasets.Dataset.from_list(ROWS).train_test_split(0.1, seed=0)
+    whole.save_to_disk(str(tmp_path / "saved"))
+    datasets.load_from_disk(str(tmp_path / "saved/train")).map(lambda row: {"text": "cached"})
+    system = fsspec.filesystem("memory")
+    for path in (tmp_path / "saved").rglob("*.*"):
+        name = path.relative_to(tmp_path).as_posix()
+        system.pipe_file(f"/arrow/{name}", path.read_bytes())
+    with pytest.raises(UserError, match=r"saved has the splits test, train: name one"):
+        read_text(DataConfig("arrow", ["memory://arrow/saved"]), Tokenizer(None))
+    train, _ = read_text(DataConfig("arrow", ["memory://arrow/saved/train"]), Tokenizer(None))
+    assert b"cached" not in train.tobytes() and b"document" in train.tobytes()
 
 
 @pytest.mark.parametrize("kind", ["new_file", "new_stream"])

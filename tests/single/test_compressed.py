@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import io
 import json
@@ -100,7 +101,8 @@ def test_copy_is_made_again_when_the_file_changes(tmp_path: Path) -> None:
     file.write_bytes(gzip.compress(PARTS[0]))
     assert len(JsonLines([str(file)], str(cache))) == 125
     (other,) = cache.glob(".*.a.jsonl")
-    assert other != copy
+    (index,) = cache.glob("*.index.npy")
+    assert other != copy and other.name in index.name
 
 
 def _number_of_lines(arguments: tuple[str, Any]) -> int:
@@ -140,6 +142,52 @@ def test_truncated_file_is_refused_with_its_name(tmp_path: Path, suffix: str) ->
     with pytest.raises(UserError, match=message):
         read_text(DataConfig("jsonl", [str(file)]), Tokenizer(None))
     assert {path.name for path in tmp_path.iterdir()} == {file.name}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_damaged_second_member_is_refused(tmp_path: Path, suffix: str) -> None:
+    """The file objects of bz2 and lzma end silently there."""
+    file = written(tmp_path, suffix, 4)
+    first = len(COMPRESS[suffix](PARTS[0]))
+    content = bytearray(file.read_bytes())
+    content[first : first + 8] = b"damaged!"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="cannot be decompressed"):
+        JsonLines([str(file)])
+
+
+def test_skippable_frames_and_padding_are_skipped(tmp_path: Path) -> None:
+    skippable = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"12345"
+    packed = COMPRESS[".zst"](PARTS[0])
+    (tmp_path / "a.jsonl.zst").write_bytes(skippable + packed + skippable + packed)
+    (tmp_path / "b.jsonl.xz").write_bytes(lzma.compress(PARTS[0]) + bytes(4))
+    assert len(JsonLines([str(tmp_path)])) == 3 * 125
+
+
+def test_processes_decompress_on_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, ".xz", 4)
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    context = multiprocessing.get_context("fork")
+    with context.Manager() as manager:
+        barrier = manager.Barrier(4)
+        with context.Pool(4) as pool:
+            found = pool.map(_number_of_lines, [(str(file), barrier)] * 4, chunksize=1)
+    assert found == [500] * 4
+
+
+def test_empty_decompressed_file_does_not_hide_the_compressed_one(tmp_path: Path) -> None:
+    written(tmp_path, ".gz", 1)
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "b.jsonl").write_bytes(PARTS[0])
+    assert len(JsonLines([str(tmp_path)])) == 625
+    (tmp_path / "a.jsonl").write_bytes(b"".join(PARTS))
+    assert len(JsonLines([str(tmp_path / "?.jsonl"), str(tmp_path / "*.gz")])) == 625
 
 
 def test_file_that_is_only_named_as_compressed_is_refused(tmp_path: Path) -> None:

@@ -201,6 +201,29 @@ def _words(file: Path, size: int) -> str:
     return str(file)
 
 
+def test_index_and_separators_give_the_same_loss(tmp_path: Path) -> None:
+    """Documents that end with the separator; the last ones are empty."""
+    (tmp_path / "other").mkdir()
+    documents = [np.append(1 + document[:200] % 100, 0) for document in DOCUMENTS]
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.uint16)
+    for document in documents:
+        builder.add_document(torch.from_numpy(document), [len(document)])
+    for _ in range(2):
+        builder.add_document(torch.zeros(0, dtype=torch.int64), [])
+    builder.finalize(str(tmp_path / "a.idx"))
+    np.concatenate(documents).astype("<u2").tofile(tmp_path / "other/a.u16")
+    found = []
+    for directory, file in ((tmp_path, "a.bin"), (tmp_path / "other", "a.u16")):
+        describe(directory, separator=0)
+        task = LanguageModel(_config(directory / file, document_mask=True, validation_fraction=0.4))
+        windows: Any = task.datasets().train
+        torch.manual_seed(0)
+        model = task.model().eval()
+        samples = torch.stack([windows[number] for number in range(len(windows))])
+        found.append((samples.dim(), float(task.loss(model, samples)["loss"])))
+    assert [dims for dims, _ in found] == [3, 2] and found[0][1] == found[1][1]
+
+
 def _without_json(directory: Path) -> None:
     megatron(directory / "a.bin")
     (directory / "tokens.json").unlink()
@@ -230,6 +253,31 @@ def _short_index(directory: Path) -> None:
     megatron(directory / "a.bin")
     index = directory / "a.idx"
     index.write_bytes(index.read_bytes()[:60])
+
+
+def _damaged_index(directory: Path) -> None:
+    megatron(directory / "a.bin")
+    content = bytearray((directory / "a.idx").read_bytes())
+    content[-8:] = (99).to_bytes(8, "little")  # the number of sequences
+    (directory / "a.idx").write_bytes(content)
+
+
+def _short_ds(directory: Path) -> None:
+    datatrove(directory / "a.ds", save_final_metadata=True)
+    (directory / "a.ds").write_bytes((directory / "a.ds").read_bytes()[:-200])
+
+
+def _short_ds_index(directory: Path) -> None:
+    datatrove(directory / "a.ds", save_final_metadata=True)
+    index = directory / "a.ds.index"
+    index.write_bytes(index.read_bytes()[:11])
+
+
+def _damaged_numpy(directory: Path) -> None:
+    _numpy(directory / "a.npy", "<u2")
+    content = bytearray((directory / "a.npy").read_bytes())
+    content[8:10] = (20).to_bytes(2, "little")  # bytes of the header
+    (directory / "a.npy").write_bytes(content)
 
 
 def _floats(directory: Path) -> None:
@@ -273,6 +321,10 @@ def _large(directory: Path) -> None:
         (_shorter, r"a\.bin has 3798 bytes of tokens, 2 bytes each, and should have 1999 tokens"),
         (_other_index, r"a\.bin has 3998 bytes of tokens, 4 bytes each"),
         (_short_index, r"a\.bin: its \*\.idx is truncated"),
+        (_damaged_index, r"a\.bin: its \*\.idx is damaged"),
+        (_short_ds, r"a\.ds has 3798 bytes of tokens, 2 bytes each, and should have 1999 tokens"),
+        (_short_ds_index, r"a\.ds: \*\.index next to it is truncated"),
+        (_damaged_numpy, r"a\.npy: its header is damaged"),
         (_floats, r"a\.bin: its \*\.idx has an unknown version or dtype"),
         (_newer_llm_c, r"a\.bin: a token file of llm\.c of the unknown version 99"),
         (_truncated_llm_c, r"a\.bin has 3996 bytes of tokens, 2 bytes each, and should have 1999"),

@@ -84,7 +84,7 @@ class _Grid(NamedTuple):
         return tuple(reversed(found))
 
 
-class _Files:
+class _OpenArrays:
     """Open files, and the chunks that were read last, of one process: after a fork, of the new one.
 
     Attributes:
@@ -213,7 +213,7 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
                 f"{key}: a window has dimensions with integer lengths of at least 1, and a stride "
                 f"has no others, not {self._window} and {self._stride}"
             )
-        self._files = _Files(self._paths, self._names, self._window)
+        self._files = _OpenArrays(self._paths, self._names, self._window)
         self._grids = [self._grid(file) for file in range(len(self._paths))]
         counts = [grid.ends[-1] for grid in self._grids]
         if not sum(counts):

@@ -37,7 +37,7 @@ CONTEXT, SAMPLES = 1024, 4096
 IMAGE, IMAGES, CHUNK = (64, 64), 4096, 16
 BATCH = BatchConfig(global_size=64, micro_size=16)
 AIM = 1.2
-# Format -> (its own reader, hvdtrain's data set and order).
+# Format -> (its own reader, hvdtrain's dataset and order).
 Pair = tuple[Dataset[Any], Dataset[Any], str]
 
 
@@ -96,7 +96,7 @@ def _hvdtrain(data: Dataset[Any], workers: int, order: str) -> Iterator[Any]:
 
 
 class _Mapped(Dataset[Any]):
-    """Samples of another data set, changed by a function."""
+    """Samples of another dataset, changed by a function."""
 
     def __init__(self, data: Any, change: Callable[[Any], Any], samples: int) -> None:
         self._data, self._change, self._samples = data, change, samples

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from hvdtrain.data.file_kinds import ARROW_FILE, described
@@ -117,6 +118,50 @@ class ArrowRows(Dataset[dict[str, Any]]):
         return of_files(self._paths, self.shard_samples.tolist())
 
 
+# Columns of tokens by their usual names; else the only column of lists of integers.
+_TOKEN_COLUMNS = ("input_ids", "tokens")
+
+
+def token_lists(key: str, path: DataFile) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """Yield (tokens of a batch, one row after the other; int64 length of each row).
+
+    The tokens of a file that is not compressed are mapped.
+
+    Args:
+        key: names the file, for messages.
+
+    Raises:
+        UserError: the file is broken, or has no column of tokens, or null in it.
+    """
+    column = ""
+    for batch in batches(path):
+        column = column or _token_column(key, path, batch.schema)
+        lists = batch.column(column)
+        if lists.null_count or lists.flatten().null_count:
+            raise UserError(f"{key}: {path}: {column} has null: remove such rows")
+        lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
+        yield lists.flatten().to_numpy(zero_copy_only=False), lengths
+
+
+def _token_column(key: str, path: DataFile, schema: pa.Schema) -> str:
+    import pyarrow as pa
+
+    lists = [pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list]
+    found = [
+        field.name
+        for field in schema
+        if any(is_list(field.type) for is_list in lists)
+        and pa.types.is_integer(field.type.value_type)
+    ]
+    usual = [name for name in _TOKEN_COLUMNS if name in found]
+    if not usual and len(found) != 1:
+        raise UserError(
+            f"{key}: {path} has no column {' or '.join(_TOKEN_COLUMNS)} with lists of integers, "
+            f"only {', '.join(schema.names)}"
+        )
+    return usual[0] if usual else found[0]
+
+
 def _allocated() -> int:
     """Bytes that Arrow has allocated; it maps what is not compressed."""
     try:
@@ -164,11 +209,14 @@ def of_datasets(key: str, files: Sequence[DataFile]) -> list[DataFile]:
                 f"{key}: {above} has the splits {', '.join(names)}: name one, such as "
                 f"{above}/{names[-1]}"
             )
-    return [
+    found = [
         file
         for file in files
         if (directory := os.path.dirname(str(file))) not in listed or file.name in listed[directory]
     ]
+    if files and not found:
+        raise UserError(f"{key}: {', '.join(listed)}: {_STATE} lists none of the files there")
+    return found
 
 
 def _json_next_to(file: DataFile, name: str) -> Any:

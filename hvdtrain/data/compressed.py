@@ -36,7 +36,8 @@ _MAGIC: dict[str, tuple[bytes, ...]] = {
 }
 SUFFIXES = tuple(_MAGIC)
 _BUFFER_BYTES = 1 << 20
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.5
+_LOOKS_PER_LISTING = 10  # a directory may have many files, and many ranks may wait
 
 
 def also_compressed(suffixes: Sequence[str]) -> tuple[str, ...]:
@@ -205,18 +206,17 @@ def _make(file: DataFile, kept: Path) -> bool:
         UserError: the other process makes no progress.
     """
     lock = FileLock(kept.with_name(f"{kept.name}.lock"))
-    size, grown_at, said = -1, time.monotonic(), False
+    size, grown_at, looks = -1, time.monotonic(), 0
     try:
         while not kept.exists():
             lock.open()
             if lock.attempt() and not lock.held:
-                now = _size_of_copies(kept)
-                if now != size:
+                if looks == 0:
+                    logger.info("%s: waiting for another process that decompresses it", file)
+                if looks % _LOOKS_PER_LISTING == 0 and (now := _size_of_copies(kept)) != size:
                     size, grown_at = now, time.monotonic()
                     HEARTBEAT.advance()
-                if not said:
-                    logger.info("%s: waiting for another process that decompresses it", file)
-                    said = True
+                looks += 1
                 if time.monotonic() - grown_at > STALE_SECONDS:
                     raise UserError(
                         f"{file}: the process that decompresses it has made no progress for "

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.data.arrow import ARROW, of_datasets, token_lists
 from hvdtrain.data.file_kinds import HEAD_BYTES
 from hvdtrain.data.files import find_files
 from hvdtrain.data.remote import (
@@ -24,7 +27,13 @@ from hvdtrain.data.remote import (
     beginning,
     read_url,
 )
-from hvdtrain.data.token_formats import DTYPES, SUFFIXES, TokenLayout, layout_of
+from hvdtrain.data.token_formats import (
+    DTYPES,
+    SUFFIXES,
+    DocumentStarts,
+    TokenLayout,
+    layout_of,
+)
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 
@@ -108,6 +117,40 @@ class TokenMeta:
         return found
 
 
+class TokenParts:
+    """Several arrays of tokens as one; a slice is copied when it becomes a numpy array.
+
+    Args:
+        parts: 1-D, of one dtype.
+        starts: number of the first token of each, and of all tokens.
+        span: numbers of the tokens of this slice.
+    """
+
+    def __init__(self, parts: Sequence[NDArray[Any]], starts: Sequence[int], span: range) -> None:
+        self._parts, self._starts, self._span = parts, starts, span
+        self.dtype: np.dtype[Any] = parts[0].dtype
+
+    @classmethod
+    def of(cls, parts: Sequence[NDArray[Any]]) -> TokenParts:
+        starts = [0, *accumulate(map(len, parts))]
+        return cls(parts, starts, range(starts[-1]))
+
+    def __len__(self) -> int:
+        return len(self._span)
+
+    def __getitem__(self, which: slice) -> TokenParts:
+        return TokenParts(self._parts, self._starts, self._span[which])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        start, stop = self._span.start, self._span.stop
+        number, found = bisect_right(self._starts, start) - 1, []
+        while number < len(self._parts) and (before := self._starts[number]) < stop:
+            found.append(self._parts[number][max(0, start - before) : stop - before])
+            number += 1
+        whole = np.concatenate(found) if found else np.empty(0, self.dtype)
+        return whole.astype(dtype or self.dtype, copy=False)
+
+
 class FileTokens:
     """Tokens of a token file, or a part of them. They are read when it becomes a numpy array.
 
@@ -124,7 +167,7 @@ class FileTokens:
         file: DataFile,
         layout: TokenLayout,
         span: range,
-        source: NDArray[Any] | ByteRanges,
+        source: NDArray[Any] | TokenParts | ByteRanges,
     ) -> None:
         self.file = file
         self.dtype = layout.dtype.newbyteorder("=")
@@ -144,11 +187,11 @@ class FileTokens:
             content = self._source.read(self.file, first + start * size, first + stop * size)
             found = np.frombuffer(content, self._layout.dtype)
         else:
-            found = self._source[start:stop]
+            found = np.asarray(self._source[start:stop])
         return found.astype(dtype or self.dtype, copy=bool(copy))
 
     @property
-    def mapped(self) -> NDArray[Any] | FileTokens:
+    def mapped(self) -> NDArray[Any] | TokenParts | FileTokens:
         """The tokens as an array, from which reading is fastest, if the file is mapped."""
         if isinstance(self._source, ByteRanges):
             return self
@@ -180,13 +223,15 @@ def read_token_files(
             index, files of different vocabularies, or content that is not tokens of the
             vocabulary, as far as the start of a file shows it.
     """
-    files = find_files(key, patterns, suffixes=SUFFIXES)
+    files = of_datasets(key, find_files(key, patterns, suffixes=(*SUFFIXES, *ARROW.suffixes)))
     first = {os.path.dirname(str(file)): file for file in reversed(files)}
     metas = {directory: TokenMeta.read(file, described) for directory, file in first.items()}
     ranges = ByteRanges()
 
     def opened(file: DataFile) -> FileTokens:
         directory = os.path.dirname(str(file))
+        if file.suffix in ARROW.suffixes:
+            return _of_arrow(key, file, metas[directory].vocab_size)
         if isinstance(file, RemoteFile) and file.suffix in DTYPES and file != first[directory]:
             # Each would cost a request: one per directory is examined.
             return _open(key, file, TokenLayout(DTYPES[file.suffix]), ranges)
@@ -227,6 +272,21 @@ def _open(key: str, file: DataFile, layout: TokenLayout, ranges: ByteRanges) -> 
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: {file}: {error}") from None
     return FileTokens(file, layout, range(count), mapped)
+
+
+def _of_arrow(key: str, file: DataFile, vocab_size: int) -> FileTokens:
+    """The tokens in the rows of an Arrow file, each row a document."""
+    if isinstance(file, RemoteFile):
+        raise UserError(f"{key}: {file}: tokens of Arrow files are read from local files")
+    rows = [*token_lists(key, file)]
+    if not sum(len(tokens) for tokens, _ in rows):
+        raise UserError(f"{key}: {file} has no tokens")
+    tokens = TokenParts.of([tokens for tokens, _ in rows])
+    ends = np.cumsum(np.concatenate([lengths for _, lengths in rows]), dtype=np.int64)
+    layout = TokenLayout(tokens.dtype, 0, len(tokens), DocumentStarts(ends, len(tokens)))
+    head = np.asarray(tokens[: HEAD_BYTES // tokens.dtype.itemsize]).tobytes()
+    _check_start(key, file, head, layout, vocab_size)
+    return FileTokens(file, layout, range(len(tokens)), tokens)
 
 
 def _check_start(

@@ -18,7 +18,6 @@ from __future__ import annotations
 import io
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -248,10 +247,11 @@ def _sibling(file: DataFile, name: str) -> NDArray[np.uint8] | None:
     """The bytes of another file in the same directory; None: there is none."""
     try:
         if isinstance(file, RemoteFile):
-            # Servers may forbid to look for files.
-            with suppress(UserError):
+            try:
                 return np.frombuffer(read_url(file.sibling(name)), np.uint8)
-            return None
+            except UserError as error:  # servers may forbid to look for files
+                logger.warning("%s: %s next to it is taken as missing: %s", file, name, error)
+                return None
         path = file.with_name(name)
         return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     except FileNotFoundError:

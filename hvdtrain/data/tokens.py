@@ -51,7 +51,7 @@ class TokenWindows(Dataset[Tensor]):
         self._signed = any(array.dtype.kind == "i" for array in arrays)
         self.starts = np.cumsum([0] + [len(a) for a in arrays])
         self._starts: list[int] = self.starts.tolist()
-        self._mapped = [a.mapped if isinstance(a, FileTokens) else a for a in arrays]
+        self._mapped: list[Any] = [a.mapped if isinstance(a, FileTokens) else a for a in arrays]
         self.tokens = int(self.starts[-1])
         first_samples = np.minimum(-(-self.starts // context), len(self))
         self.shard_samples = np.diff(first_samples).astype(np.int64)

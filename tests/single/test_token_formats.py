@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from datatrove.pipeline.tokens.megatron_tokenizer import MegatronTokenizedFile
@@ -72,6 +74,21 @@ def _numpy(file: Path, dtype: str) -> None:
     np.save(file, TOKENS.astype(dtype))
 
 
+def saved(directory: Path) -> None:
+    """Rows of tokens, and of masks, as tokenizers return them."""
+    rows = {"input_ids": DOCUMENTS, "attention_mask": [np.ones_like(d) for d in DOCUMENTS]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(directory))
+    describe(directory)
+
+
+def fixed(file: Path) -> None:
+    """Rows of equal length in several batches."""
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(TOKENS[:1990].astype(np.int32)), 199)
+    table = pa.table({"words": rows})
+    with pa.ipc.new_file(str(file), table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+
+
 WRITERS: dict[str, tuple[str, Callable[[Path], None]]] = {
     **{
         f"Megatron {np.dtype(dtype).name}": ("a.bin", lambda file, d=dtype: megatron(file, d))
@@ -86,11 +103,15 @@ WRITERS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "llm.c, Llama 3": ("a.bin", lambda file: llm_c(file, wide=True)),
     "nanoGPT": ("a.bin", lambda file: raw(file, "<u2")),
     "OLMo-core": ("a.npy", lambda file: raw(file, "<u4")),
+    "Arrow of datasets": ("saved", lambda file: saved(file)),
+    "Arrow, fixed lengths": ("a.arrow", fixed),
     "numpy uint16": ("a.npy", lambda file: _numpy(file, "<u2")),
     "numpy int64": ("a.npy", lambda file: _numpy(file, "<i8")),
     "numpy, big-endian": ("a.npy", lambda file: _numpy(file, ">u4")),
 }
-WITH_DOCUMENTS = [name for name in WRITERS if name.startswith(("Megatron", "datatrove"))]
+WITH_DOCUMENTS = [
+    name for name in WRITERS if name.startswith(("Megatron", "datatrove", "Arrow of"))
+]
 
 
 def opened(name: str, directory: Path) -> FileTokens:
@@ -105,9 +126,14 @@ def opened(name: str, directory: Path) -> FileTokens:
 @pytest.mark.parametrize("name", WRITERS)
 def test_tokens_are_those_that_the_writer_was_given(tmp_path: Path, name: str) -> None:
     found = opened(name, tmp_path)
-    assert np.asarray(found).tolist() == TOKENS.tolist()
+    tokens = TOKENS[: len(found)]
+    assert len(tokens) >= 1990 and np.asarray(found).tolist() == tokens.tolist()
     assert np.asarray(found[30:-7][5:50]).tolist() == TOKENS[35:80].tolist()
-    assert found.has_documents == (name in WITH_DOCUMENTS)
+    assert found.has_documents == (name in WITH_DOCUMENTS or name.startswith("Arrow"))
+    windows = TokenWindows([found, found], 77, VOCAB_SIZE)
+    twice = np.concatenate([tokens, tokens])
+    for number in range(len(windows)):
+        assert windows[number].tolist() == twice[number * 77 : number * 77 + 78].tolist()
 
 
 @pytest.mark.parametrize("name", WITH_DOCUMENTS)
@@ -296,6 +322,21 @@ def _truncated_llm_c(directory: Path) -> None:
     (directory / "a.bin").write_bytes((directory / "a.bin").read_bytes()[:-2])
 
 
+def _text_rows(directory: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["a"] * 9}).save_to_disk(str(directory / "saved"))
+    describe(directory / "saved")
+
+
+def _null_rows(directory: Path) -> None:
+    datasets.Dataset.from_dict({"tokens": [[1, 2], None]}).save_to_disk(str(directory / "saved"))
+    describe(directory / "saved")
+
+
+def _large_rows(directory: Path) -> None:
+    datasets.Dataset.from_dict({"tokens": [[1, 2], [120]]}).save_to_disk(str(directory / "saved"))
+    describe(directory / "saved")
+
+
 def _matrix(directory: Path) -> None:
     np.save(directory / "a.npy", TOKENS[:1000].reshape(10, 100))
 
@@ -328,6 +369,9 @@ def _large(directory: Path) -> None:
         (_floats, r"a\.bin: its \*\.idx has an unknown version or dtype"),
         (_newer_llm_c, r"a\.bin: a token file of llm\.c of the unknown version 99"),
         (_truncated_llm_c, r"a\.bin has 3996 bytes of tokens, 2 bytes each, and should have 1999"),
+        (_text_rows, r"00001\.arrow has no column input_ids or tokens with lists of .*only text"),
+        (_null_rows, r"00001\.arrow: tokens has null: remove such rows"),
+        (_large_rows, r"00001\.arrow: token 120 is outside the vocabulary of 120 tokens"),
         (_matrix, r"a\.npy: an array of shape \(10, 100\) and dtype int64: tokens are"),
         (_torch, r"a\.bin is a file of torch\.save"),
         (_negative, r"a\.npy: token -100 is outside the vocabulary of 120 tokens"),

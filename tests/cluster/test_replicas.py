@@ -74,7 +74,8 @@ def test_lost_rank_or_host_costs_no_step_if_a_replica_survives(
     assert "Traceback" not in done.stderr, done
     assert_same_curve(running.lines(), curve)
     starts = running.events("start")
-    assert {start["source"] for start in starts[1:]} == {"memory"}, (starts, done)
+    logs = "".join(path.read_text() for path in sorted(running.run.glob("logs/*")))
+    assert {start["source"] for start in starts[1:]} == {"memory"}, f"{starts}\n{done}\n{logs}"
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
 
 

@@ -200,14 +200,12 @@ def of_datasets(key: str, files: Sequence[DataFile]) -> list[DataFile]:
                 raise UserError(f"{key}: {directory}: {name} of {_STATE} is missing: copy it again")
     splits: dict[str, list[str]] = {}
     for directory in sorted(listed):
-        above, _, split = directory.rpartition("/")
-        splits.setdefault(above, []).append(split)
-    for above, names in splits.items():
-        first = directories[f"{above}/{names[0]}"]
-        if len(names) > 1 and _json_next_to(first, f"../{_SPLITS}") is not None:
+        splits.setdefault(os.path.dirname(directory), []).append(directory)
+    for above, below in splits.items():
+        if len(below) > 1 and _json_next_to(directories[below[0]], f"../{_SPLITS}") is not None:
+            names = ", ".join(map(os.path.basename, below))
             raise UserError(
-                f"{key}: {above} has the splits {', '.join(names)}: name one, such as "
-                f"{above}/{names[-1]}"
+                f"{key}: {above or '.'} has the splits {names}: name one, such as {below[-1]}"
             )
     found = [
         file

@@ -75,6 +75,20 @@ def test_splits_of_a_dataset_dict_are_not_mixed(tmp_path: Path) -> None:
     assert len(ArrowRows([str(tmp_path / "saved/train")])) == 900
 
 
+def test_relative_paths_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "saved")
+    monkeypatch.chdir(tmp_path)
+    assert len(ArrowRows(["saved"])) == len(ArrowRows(["saved/*.arrow"])) == 1000
+    monkeypatch.chdir(tmp_path / "saved")
+    assert len(ArrowRows(["."])) == len(ArrowRows(["*.arrow"])) == 1000
+    datasets.Dataset.from_list(ROWS).train_test_split(0.1).save_to_disk("splits")
+    with pytest.raises(UserError, match="splits has the splits test, train: name one"):
+        ArrowRows(["splits"])
+    monkeypatch.chdir(tmp_path / "saved/splits")
+    with pytest.raises(UserError, match=r"\. has the splits test, train: name one, such as train"):
+        ArrowRows(["train", "test"])
+
+
 def test_missing_file_of_a_dataset_is_named(tmp_path: Path) -> None:
     saved(tmp_path / "saved")
     (tmp_path / "saved/data-00001-of-00003.arrow").unlink()

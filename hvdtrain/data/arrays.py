@@ -218,8 +218,7 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
         counts = [grid.ends[-1] for grid in self._grids]
         if not sum(counts):
             raise UserError(f"{key}: {', '.join(self._paths[:3])}: no window fits: {self._window}")
-        self._starts = np.cumsum([0, *counts])
-        self._before: list[int] = self._starts.tolist()
+        self._starts: list[int] = np.cumsum([0, *counts]).tolist()
         ends = [
             self._starts[file] + np.array(grid.ends[_CHUNKS_PER_SHARD - 1 : -1 : _CHUNKS_PER_SHARD])
             for file, grid in enumerate(self._grids)
@@ -233,13 +232,13 @@ class ArrayWindows(Dataset[dict[str, Tensor]]):
         return self._files.bytes_read
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        file = bisect_right(self._before, index) - 1
-        origin = self._grids[file].origin(index - self._before[file])
+        file = bisect_right(self._starts, index) - 1
+        origin = self._grids[file].origin(index - self._starts[file])
         return {name: torch.from_numpy(self._read(file, name, origin)) for name in self._names}
 
     def fingerprint(self) -> Fingerprint:

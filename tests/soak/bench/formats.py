@@ -32,6 +32,7 @@ from hvdtrain.data.tokenize import Source, tokenize
 from hvdtrain.data.tokens import TokenWindows
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.mpi import Alone
+from tests.soak.bench.streams import endless_batches
 
 CONTEXT, SAMPLES = 1024, 4096
 IMAGE, IMAGES, CHUNK = (64, 64), 4096, 16
@@ -84,15 +85,7 @@ def _torch(data: Dataset[Any], workers: int) -> Iterator[Any]:
 def _hvdtrain(data: Dataset[Any], workers: int, order: str) -> Iterator[Any]:
     loading = Loading(LoaderConfig(workers, order, shuffle_buffer=1024))  # type: ignore[arg-type]
     assignment = Assignment(BATCH.micro_batches, Group(0, 1))
-    loader, step = TrainLoader(data, 0, BATCH, assignment, 1, loading), 0
-    try:
-        while True:
-            yield from loader.next_step(step)
-            loader.end_step()
-            loader.advance()
-            step += 1
-    finally:
-        loader.close()
+    return endless_batches(TrainLoader(data, 0, BATCH, assignment, 1, loading))
 
 
 class _Mapped(Dataset[Any]):

@@ -42,8 +42,8 @@ def streams(shards: int, steps: int, rounds: int, workers: int) -> Report:
         paths = _write(Path(directory), shards)
         TarShards([directory])  # creates the indexes
         loaders: dict[str, Callable[[], Iterator[Tensor]]] = {
-            "hvdtrain, stream": lambda: _hvdtrain(_stream(paths, workers)),
-            "hvdtrain, TarShards": lambda: _hvdtrain(_records(directory, workers)),
+            "hvdtrain, stream": lambda: endless_batches(_stream(paths, workers)),
+            "hvdtrain, TarShards": lambda: endless_batches(_records(directory, workers)),
             "torchdata": lambda: _torchdata(paths, workers),
             "webdataset": lambda: _webdataset(paths, workers),
         }
@@ -167,7 +167,8 @@ def _loading(workers: int) -> Loading:
     return Loading(LoaderConfig(workers, order="sequential"))
 
 
-def _hvdtrain(loader: StepLoader) -> Iterator[Tensor]:
+def endless_batches(loader: StepLoader) -> Iterator[Any]:
+    """Yield the micro-batches of a loader of hvdtrain, as a run takes them."""
     step = 0
     try:
         while True:

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from hvdtrain.errors import CollectiveError
 from hvdtrain.log import logger
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import RankLostError
+from hvdtrain.runtime.heartbeat import HEARTBEAT
 from hvdtrain.runtime.init import initialize, is_initialized
 from hvdtrain.runtime.phases import PhaseTimer
 
@@ -154,9 +155,17 @@ class UserCollectives:
             before.calls + 1, before.bytes + sum(sizes), before.seconds + seconds
         )
 
-    def waiting(self, axis: str) -> AbstractContextManager[None]:
-        """Count time inside as waiting for other ranks of a replica, see PhaseTimer."""
-        return self.timer.waiting(axis) if self.timer else nullcontext()
+    @contextmanager
+    def waiting(self, axis: str) -> Iterator[None]:
+        """Count time inside as waiting for other ranks of a replica, see PhaseTimer.
+
+        Raises:
+            RankLostError: this generation is over, and a peer may have left already.
+        """
+        if HEARTBEAT.generation_over:
+            raise RankLostError("this generation is over")
+        with HEARTBEAT.waiting(), self.timer.waiting(axis) if self.timer else nullcontext():
+            yield
 
     def total_of(self, name: str) -> dict[str, float]:
         """One field of `Usage`, for each operation."""

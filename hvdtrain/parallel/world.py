@@ -24,8 +24,10 @@ _CUDA = torch.device("cuda")
 _INTERFACE = "HOROVOD_GLOO_IFACE"
 # Maximum wait for another rank: to join, and in each collective.
 LIMIT = timedelta(minutes=5)
-# Time in which ranks that were notified of a failure leave their world on their own.
+# Time in which ranks that were notified of a failure leave their world on their own, if a peer is on
+# another host, which may be unreachable, and if it is on this host, which reports its end.
 _GRACE_SECONDS = 0.3
+_LOCAL_GRACE_SECONDS = 3.0
 # For NCCL in elastic runs, unless the user sets them: by default torch ends the process if a peer
 # is lost. The last two shorten its report, whose threads would delay the next generation by a
 # minute (watchdog) or by eight (monitor).
@@ -93,8 +95,9 @@ class Connections:
     Horovod's collectives must already fail: then no rank uses such a result (see Agreement).
 
     Gloo has no call that cancels pending operations: their connections are shut down instead. When
-    a write fails, gloo forgets who waits for it, so no write on either side may fail before its
-    reader has reached the connection's end.
+    a write fails, gloo forgets who waits for it (until `LIMIT`), so no write on either side may
+    fail before its reader has reached the connection's end. A peer on this host may be short of
+    CPU time just then: this process reads from it until it leaves, too, or dies.
     """
 
     def __init__(self) -> None:
@@ -102,6 +105,7 @@ class Connections:
         self._servers = set[int]()  # ports on which this process listened before
         self._own: set[int] | None = set()  # sockets of the world; None: it is being formed
         self._left = threading.Event()
+        self._kept: list[socket.socket] = []  # of the world that was left, to read from its peers
 
     @contextmanager
     def opened(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -114,6 +118,9 @@ class Connections:
             ranks: of the world.
         """
         self._left.clear()
+        for connection in self._kept:  # all ranks have left that world
+            connection.close()
+        self._kept.clear()
         before = _sockets()
         self._before, self._own = set(before.values()), None
         self._servers = {port for port in map(_listens_on, before) if port is not None}
@@ -129,15 +136,15 @@ class Connections:
         The others detect the end; this process still reads from them until they end their side too.
         """
         self._left.set()
-        with ExitStack() as stack:
-            own = [stack.enter_context(connection) for connection in self._connections()]
-            for connection in own:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_WR)
-            deadline = time.monotonic() + _GRACE_SECONDS
-            while not all(map(_has_ended, own)) and time.monotonic() < deadline:
-                time.sleep(0.005)
-            _stop_reading(own)
+        own = [*self._connections()]
+        self._kept += own
+        for connection in own:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while not all(map(_has_ended, own)) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        _stop_reading([one for one in own if not _is_local(one) or _has_ended(one)])
         _abort_nccl(_groups())
 
     def abort(self) -> None:
@@ -149,8 +156,11 @@ class Connections:
             return
         groups = _groups()  # not later: they might be those of the next world
         with ExitStack() as stack:
-            _stop_reading([stack.enter_context(found) for found in self._connections()])
-        _abort_nccl(groups)
+            own = [stack.enter_context(found) for found in self._connections()]
+            _stop_reading([one for one in own if not _is_local(one)])
+            _abort_nccl(groups)
+            if not self._left.wait(_LOCAL_GRACE_SECONDS - _GRACE_SECONDS):
+                _stop_reading(own)
 
     def _connections(self) -> Iterator[socket.socket]:
         """Connections of the world, each with a new descriptor; no listening sockets.
@@ -184,6 +194,12 @@ def _ends(connection: socket.socket) -> tuple[_End, _End] | None:
     # A server of both families sees IPv4 addresses as mapped ones.
     (a, p), (b, q) = ((end[0].removeprefix("::ffff:"), end[1]) for end in (own, peer))
     return (a, p), (b, q)
+
+
+def _is_local(connection: socket.socket) -> bool:
+    """Whether the peer is on this host."""
+    ends = _ends(connection)
+    return ends is not None and ends[0][0] == ends[1][0]
 
 
 def _connected() -> dict[int, tuple[_End, _End]]:

@@ -419,7 +419,7 @@ class Rejoin:
         for _ in range(_MAX_FAILED_RENDEZVOUS):
             with heartbeat.HEARTBEAT.waiting():
                 shut_down()
-            self.strategy.leave_generation(components.exchange if components else None)
+                self.strategy.leave_generation(components.exchange if components else None)
             heartbeat.HEARTBEAT.beat(Activity.RENDEZVOUS)
             with reach.listening() as place:
                 self.membership.join(partial(self._status, failure, place), self._set_aside)

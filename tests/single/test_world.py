@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -167,3 +169,68 @@ def test_horovods_collectives_fail_before_those_of_torch(monkeypatch: pytest.Mon
     own: Any = SimpleNamespace(_strategy=strategy)
     session.Session._abort(own)
     assert order == ["Horovod", "torch"]
+
+
+# Two ranks of a world: one is stopped in a collective while the other one enters it and leaves.
+_RANK = """
+import sys, threading, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from hvdtrain.parallel import world
+
+def gathered(value, name):
+    found = [None, None]
+    dist.all_gather_object(found, value)
+    return found
+
+world.gather_json = gathered
+rank, port = map(int, sys.argv[1:])
+connections = world.Connections()
+with connections.opened((0, 1)):
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    limit = timedelta(seconds=30)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    dist.barrier()
+print("formed", flush=True)
+if rank == 0:
+    sys.stdin.readline()
+    threading.Thread(target=lambda: (time.sleep(0.2), connections.abort())).start()
+try:
+    dist.all_reduce(torch.zeros(1000))
+except RuntimeError as error:
+    print(f"failed: {error}".replace("\\n", " "), flush=True)
+else:
+    print("completed", flush=True)
+connections.leave()
+world.abandon()
+"""
+
+
+def test_rank_short_of_cpu_time_is_not_forgotten_by_a_peer_that_leaves() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(rank), str(port)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    leaving, stopped = ranks
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None and rank.stdout.readline() == "formed\n"
+        time.sleep(0.5)  # the second rank reaches the collective
+        stopped.send_signal(signal.SIGSTOP)
+        assert leaving.stdin is not None
+        leaving.stdin.write("\n")
+        leaving.stdin.flush()
+        time.sleep(1.0)  # the first rank enters it, and is told that the generation is over
+        stopped.send_signal(signal.SIGCONT)
+        said = stopped.communicate(timeout=60)[0]
+        assert "Timed out" not in said and stopped.returncode == 0, said
+        assert leaving.wait(60) == 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

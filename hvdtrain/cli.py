@@ -47,10 +47,12 @@ GROUPS = {
     },
     "trained models": {
         "ckpt": "list, verify or export the checkpoints of a run",
+        "takeover": "continue the run of another trainer, with its optimizer",
         "generate": "generate text with the model of a run's newest checkpoint",
     },
     "shell": {"completion": "print a script that completes commands and keys: bash, zsh"},
 }
+KEYS = "flags"  # argument for the words after `--`: keys of the configuration
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
 
@@ -65,8 +67,16 @@ class _Parser(argparse.ArgumentParser):
         what = f"{option}: unknown value" if option else f"unknown {action.metavar}".lower()
         self._end(f"{what} {value!r}", str(value), choices, f"choose from {', '.join(choices)}")
 
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        namespace, unknown = super().parse_known_args(*args, **kwargs)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else [*args]
+        # argparse takes `*` as empty, if options are between the other arguments and `--`.
+        keys = []
+        if any(action.dest == KEYS for action in self._actions) and "--" in words:
+            at = words.index("--")
+            words, keys = words[:at], words[at + 1 :]
+        namespace, unknown = super().parse_known_args(words, namespace)
+        if keys:
+            setattr(namespace, KEYS, keys)
         if unknown:
             name = unknown[0].partition("=")[0]
             options = self._option_string_actions if name.startswith("-") else ()

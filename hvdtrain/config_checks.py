@@ -232,6 +232,19 @@ CHECKS: tuple[Check, ...] = (
         "these steps never run",
         _find_late_profile,
     ),
+    # the first state
+    _excludes("run.takeover", "run.init_from", "both give a new run its weights: set one"),
+    Check(
+        "`run.takeover` with ranks that hold shards (`parallel.*`)",
+        "`hvdtrain takeover` writes a checkpoint, which such a run can read",
+        lambda config: (
+            f"run.takeover {config.run.takeover}: ranks that hold shards of the model or of the "
+            "optimizer's state (parallel.*) begin with a checkpoint of hvdtrain: write it with "
+            "`hvdtrain takeover DIR --out RUN -- KEYS`"
+            if config.run.takeover is not None and config.parallel.any
+            else ""
+        ),
+    ),
     # loss spikes
     Check(
         "`train.spike.action rollback` without checkpoints",
@@ -261,6 +274,9 @@ CHECKS: tuple[Check, ...] = (
     ),
     _excludes(
         "batch.max_tokens", "loader.order sequential", "samples are grouped by length over all data"
+    ),
+    _excludes(
+        "batch.max_tokens", "loader.order torch", "samples are grouped by length over all data"
     ),
     _requires(
         "optim.scale_lr",

@@ -137,6 +137,7 @@ def training(
     metrics: Sequence[str] = (),
     collate: Callable[[list[Any]], Any] | None = None,
     argv: Sequence[str] | None = None,
+    takeover: str | Path | None = None,
 ) -> Training:
     """Return the run of a loop that the script writes; use it as a context manager.
 
@@ -158,6 +159,8 @@ def training(
         argv: words of which keys of the configuration override `config`, such as
             --train.duration 100;
             all others are the script's own. Default: the command line; in a notebook, none.
+        takeover: checkpoint of this script from before it used hvdtrain, or of its trainer, from
+            which a new run continues; run.takeover in docs/takeover.md.
 
     Raises:
         SystemExit: the configuration is wrong (exit code 2), after a message from one rank.
@@ -187,6 +190,8 @@ def training(
             file = [f"--config={config}"]
         else:
             flags = [*config_flags(config or {})]
+        if takeover is not None:
+            flags.append(f"--run.takeover={takeover}")
         in_notebook = _interactive() and not hasattr(sys.modules["__main__"], "__file__")
         words = argv if argv is not None else [] if in_notebook else sys.argv[1:]
         own_flags = [*configuration_words(words)]

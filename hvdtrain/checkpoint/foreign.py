@@ -1,8 +1,8 @@
 """Weights in directories of torch.distributed.checkpoint (DCP) and of Megatron-LM.
 
 Both formats contain pickles. Nothing in them is executed: DCP's index is read by an unpickler that
-knows only the classes of an index, and Megatron's file by `torch.load(weights_only=True)`, with
-inert objects in place of all classes that it names, such as Megatron's own enumerations.
+knows only the classes of an index, and has inert objects in place of all others, such as Megatron's
+plans of the save; Megatron's own file is read by pickled.py.
 """
 
 from __future__ import annotations
@@ -11,22 +11,30 @@ import argparse
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
+from hvdtrain.checkpoint.pickled import UNEXPECTED, Inert, first_line, load_inert, read_pickled
 from hvdtrain.errors import UserError
 from hvdtrain.untrusted import SMALL_FILE_BYTES, shown
 
 DCP_INDEX = ".metadata"
 _MEGATRON_FILE = "model_optim_rng.pt"
 _MEGATRON_NEWEST = "latest_checkpointed_iteration.txt"
-# Classes in an index, by module. None of them does anything when it is built.
+# Classes that an index needs, by module. None of them does anything when it is built.
 _OF_INDEX = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -47,7 +55,7 @@ _OF_INDEX = {
     "builtins": {"set", "frozenset", "dict", "list", "tuple"},
 }
 # State of a training other than its weights.
-_NOT_WEIGHTS = re.compile(r"(optim|optimizers?|lr_scheduler|dataloader|train_state)(\.|$)")
+NOT_WEIGHTS = re.compile(r"(optim|optimizers?|lr_scheduler|dataloader|train_state)(\.|$)")
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -55,7 +63,7 @@ class _IndexUnpickler(pickle.Unpickler):
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or name in _OF_INDEX.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}, which is not executed")
+        return Inert
 
 
 class _DcpReader(dcp.FileSystemReader):
@@ -69,34 +77,79 @@ class _DcpReader(dcp.FileSystemReader):
         return self._index
 
 
+class DcpDirectory:
+    """A directory of torch.distributed.checkpoint.
+
+    Args:
+        path: the directory.
+
+    Attributes:
+        names: of all that it contains.
+
+    Raises:
+        UserError: it is not such a directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._described():
+            self._index = _read_index(path / DCP_INDEX)
+        self.names = [*self._index.state_dict_metadata]
+
+    def tensors(self, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+        """Read tensors, whole and on the CPU.
+
+        Args:
+            wanted: whether to read a name.
+
+        Raises:
+            UserError: the directory is not complete.
+        """
+        with self._described():
+            tensors = {
+                name: torch.empty(found.size, dtype=found.properties.dtype)
+                for name, found in self._index.state_dict_metadata.items()
+                if isinstance(found, TensorStorageMetadata) and wanted(name)
+            }
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                reader = _DcpReader(self._path, self._index)
+                dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+        return tensors
+
+    def value(self, name: str) -> Any:
+        """Read a value that is not a tensor, without executing anything; None: there is none.
+
+        Raises:
+            UserError: the directory is not complete.
+        """
+        if not isinstance(self._index.state_dict_metadata.get(name), BytesStorageMetadata):
+            return None
+        with self._described():  # torch's own reader would execute it
+            place = self._index.storage_data[MetadataIndex(name)]
+            with open(self._path / place.relative_path, "rb") as file:
+                file.seek(place.offset)
+                return load_inert(BytesIO(file.read(place.length)))
+
+    @contextmanager
+    def _described(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            path = error.filename or self._path
+            raise UserError(f"{self._path}: {path}: {error.strerror or error}") from None
+        except (*UNEXPECTED, dcp.api.CheckpointException) as error:
+            what = f"is not a complete DCP directory: {first_line(error)}"
+            raise UserError(f"{self._path} {what}") from None
+
+
 def read_dcp(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a DCP directory that are not an optimizer's, whole and on the CPU.
 
     Raises:
         UserError: it is not such a directory, or is not complete.
     """
-    try:
-        index = _read_index(path / DCP_INDEX)
-        sizes = {
-            name: found
-            for name, found in index.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata) and not _NOT_WEIGHTS.match(name)
-        }
-        tensors = {
-            name: torch.empty(found.size, dtype=found.properties.dtype)
-            for name, found in sizes.items()
-        }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(dict(tensors), storage_reader=_DcpReader(path, index), no_dist=True)
-    except OSError as error:
-        raise UserError(f"{path}: {error.filename or path}: {error.strerror or error}") from None
-    except (
-        *(ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError),
-        *(pickle.UnpicklingError, dcp.api.CheckpointException, AssertionError),
-    ) as error:
-        raise UserError(f"{path} is not a complete DCP directory: {_short(error)}") from None
-    return tensors
+    return DcpDirectory(path).tensors(lambda name: not NOT_WEIGHTS.match(name))
 
 
 def _read_index(path: Path) -> Metadata:
@@ -123,10 +176,7 @@ def find_megatron(path: Path) -> Path | None:
     Raises:
         UserError: several files share the model.
     """
-    newest = path / _MEGATRON_NEWEST
-    if newest.is_file():
-        iteration = newest.read_text(errors="replace").strip()
-        path = path / (f"iter_{int(iteration):07d}" if iteration.isdigit() else "release")
+    path = newest_of_megatron(path)
     files = [*path.glob(f"mp_rank_*/{_MEGATRON_FILE}"), *path.glob(_MEGATRON_FILE)]
     if len(files) > 1:
         raise UserError(
@@ -134,6 +184,22 @@ def find_megatron(path: Path) -> Path | None:
             "tensor and pipeline parallelism 1 (Megatron-LM's tools/checkpoint/convert.py)"
         )
     return files[0] if files else None
+
+
+def newest_of_megatron(path: Path) -> Path:
+    """Return the directory that latest_checkpointed_iteration.txt names, or `path` without it."""
+    newest = path / _MEGATRON_NEWEST
+    if not newest.is_file():
+        return path
+    iteration = newest.read_text(errors="replace").strip()
+    return path / (f"iter_{int(iteration):07d}" if iteration.isdigit() else "release")
+
+
+def megatron_arguments(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with which Megatron was started, as far as they are plain values."""
+    arguments = vars(content.get("args") or argparse.Namespace())
+    plain = (bool, int, float, str)
+    return {name: value for name, value in arguments.items() if isinstance(value, plain)}
 
 
 def read_megatron(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -146,34 +212,15 @@ def read_megatron(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         UserError: it is not such a file.
     """
+    content = read_pickled(path)
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-        inert: list[Any] = [(_Inert, name) for name in names if name != "argparse.Namespace"]
-        with torch.serialization.safe_globals([argparse.Namespace, *inert]):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if float(content.get("checkpoint_version", 3.0)) < 2:
             raise ValueError("its version is before 2, in which q, k and v have another order")
-        arguments = vars(content.get("args") or argparse.Namespace())
+        arguments = megatron_arguments(content)
         tensors = dict(_flat(content["model"]))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
-    except (
-        *(ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError),
-        pickle.UnpicklingError,
-    ) as error:
-        raise UserError(f"{path} is not a checkpoint of Megatron: {_short(error)}") from None
-    plain = (bool, int, float, str)
-    return {k: v for k, v in arguments.items() if isinstance(v, plain)}, tensors
-
-
-class _Inert:
-    """Takes the place of a class that is not read."""
-
-    def __init__(self, *args: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        pass
+    except UNEXPECTED as error:
+        raise UserError(f"{path} is not a checkpoint of Megatron: {first_line(error)}") from None
+    return arguments, tensors
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -183,8 +230,3 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, T
             yield f"{prefix}{name}", value
         elif isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
-
-
-def _short(error: BaseException) -> str:
-    """The first line of an error; torch's have many."""
-    return (str(error) or type(error).__name__).strip().splitlines()[0]

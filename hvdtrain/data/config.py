@@ -215,13 +215,15 @@ class LoaderConfig:
             An iterable dataset with a state is read by one process, however many are set, and one
             without a state requires 0
         order: `shuffled`, or `sequential`: shard after shard, shuffled within
-            `loader.shuffle_buffer`, for data that is slow to read at random positions
+            `loader.shuffle_buffer`, for data that is slow to read at random positions; or `torch`:
+            as torch's DistributedSampler and the Trainer of transformers shuffle with this `seed`,
+            to continue their runs
         shuffle_buffer: consecutive samples that `sequential` shuffles together, over all ranks; it
             needs no memory for them
     """
 
     workers: int = 0
-    order: Literal["shuffled", "sequential"] = "shuffled"
+    order: Literal["shuffled", "sequential", "torch"] = "shuffled"
     shuffle_buffer: int = expert(16384)
 
     def __post_init__(self) -> None:

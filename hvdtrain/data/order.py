@@ -1,6 +1,6 @@
 """The order of samples, computed from the seed and the position; nothing is stored.
 
-An order assigns a sample of the dataset to each position of a run. There are three:
+An order assigns a sample of the dataset to each position of a run. There are four:
 
 - ShuffledOrder: position p of a run belongs to epoch p // n and is the sample permutation(p % n) of
   that epoch. The permutation is a Feistel network over the smallest power of two that holds n, with
@@ -10,6 +10,7 @@ An order assigns a sample of the dataset to each position of a run. There are th
   and any number of ranks can share the work.
 - SequentialOrder: shard after shard, shuffled within windows, so that each rank reads contiguous
   runs of samples.
+- TorchOrder: the order of torch's own samplers, for runs that another trainer began.
 - MixedOrder: several sources in given proportions, each in an order of its own.
 
 A specification describes an order as JSON, without the seed and the global batch. The loader and
@@ -143,6 +144,41 @@ class ShuffledOrder:
     def samples(self, start: int, stop: int) -> Indices:
         """See Order."""
         return sample_order(start, stop, self.size, self._seed)
+
+
+class TorchOrder:
+    """Each epoch is `torch.randperm` of all samples, seeded by the seed and the epoch.
+
+    It is the order in which the ranks of torch's DistributedSampler together visit the samples, and
+    that of the Trainer of transformers, with the same seed. An epoch's permutation is kept in
+    memory, as they do: 8 bytes per sample.
+
+    Args:
+        seed: added to the number of the epoch.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size = size
+        self._seed = seed
+        self._kept = -1, np.empty(0, dtype=np.int64)
+
+    def samples(self, start: int, stop: int) -> Indices:
+        """See Order."""
+        parts = [np.empty(0, dtype=np.int64)]
+        while start < stop:
+            epoch, first = divmod(start, self.size)
+            parts.append(self._permutation(epoch)[first : first + stop - start])
+            start += len(parts[-1])
+        return np.concatenate(parts)
+
+    def _permutation(self, epoch: int) -> Indices:
+        if self._kept[0] != epoch:
+            import torch  # the audit reads other orders without it
+
+            # A seed of torch has 64 bits, and may not be less than -2**63.
+            generator = torch.Generator().manual_seed((self._seed + epoch) & _MASK64)
+            self._kept = epoch, torch.randperm(self.size, generator=generator).numpy()
+        return self._kept[1]
 
 
 class SequentialOrder:
@@ -353,6 +389,7 @@ class MixedOrder:
 # --- specifications -----------------------------------------------------------
 #
 # {"size": 1000}                                               shuffled
+# {"size": 1000, "permutation": "torch"}                       of torch's samplers
 # {"shards": [[500, 1], [250, 2]], "shuffle_buffer": 16384}    sequential: one shard of 500 samples,
 #                                                              and two of 250
 # {"sources": {"web": {"size": 700}, "code": {...}},           mixed; from step 5000 on with other
@@ -388,6 +425,8 @@ def specification_of(dataset: Any, config: LoaderConfig) -> Specification:
     size: int = len(dataset)
     if config.order == "shuffled":
         return {"size": size}
+    if config.order == "torch":
+        return {"size": size, "permutation": "torch"}
     shards = getattr(dataset, "shard_samples", None)
     if shards is None:
         raise UserError(
@@ -430,7 +469,9 @@ def _build_one(
     seed: int,
     global_size: int,
     positions: Callable[[int, int], Indices] = _range,
-) -> ShuffledOrder | SequentialOrder:
+) -> Order:
+    if "permutation" in specification:
+        return TorchOrder(specification["size"], seed)
     if "shards" not in specification:
         return ShuffledOrder(specification["size"], seed)
     sizes, repeats = np.array(specification["shards"], dtype=np.int64).T
@@ -469,6 +510,8 @@ def check_specification(found: Specification) -> int:
 
 def _check_one(found: Specification) -> int:
     size = found.get("size")
+    if found.get("permutation", "torch") != "torch":
+        raise ValueError(f"permutation of the order is {shown(found['permutation'])}")
     if "shards" in found:
         shards, buffer = found["shards"], found.get("shuffle_buffer")
         if not is_of(shards, list[list[int]]) or any(
@@ -510,6 +553,8 @@ def describe(specification: Specification) -> list[list[Any]]:
 
 
 def _describe_one(specification: Specification) -> str:
+    if "permutation" in specification:
+        return "shuffled by torch"
     if "shards" not in specification:
         return "shuffled"
     return f"sequential, shuffle_buffer {specification['shuffle_buffer']}"

@@ -28,6 +28,8 @@ class RunConfig:
             directory, a Hugging Face directory with the layout of GPT-2 or Llama, or a directory of
             torch.distributed.checkpoint, torchtitan or Megatron-LM; a resumed run keeps its own
             weights
+        takeover: checkpoint of another trainer, with its optimizer, from which a new run continues;
+            a resumed run has its own
         init_strict: names and shapes of the initial weights must match the model; false loads only
             those that match
     """
@@ -36,6 +38,7 @@ class RunConfig:
     id: str | None = basic(None)
     resume: str = basic("auto")
     init_from: str | None = basic(None)
+    takeover: str | None = None
     init_strict: bool = True
 
     def __post_init__(self) -> None:

@@ -198,6 +198,12 @@ def _from_pairs(tensor: Tensor, config: GPTConfig) -> Sequence[Tensor]:
     return (heads.transpose(1, 2).reshape(tensor.shape),)
 
 
+def _by_group_from_pairs(tensor: Tensor, config: GPTConfig) -> Sequence[Tensor]:
+    """As `_by_group`, with rows of q and k as in `_from_pairs`."""
+    q, k, v = _by_group(tensor, config)
+    return [*_from_pairs(q, config), *_from_pairs(k, config), v]
+
+
 # --- tables -------------------------------------------------------------------
 
 _KIND = r"(weight|bias)"
@@ -260,6 +266,11 @@ TORCHTITAN = NameTable(
         Rename(
             r"layers\.(\d+)\.attention\.(?:qkv_linear\.)?wv\.weight",
             (r"blocks.\1.attention.v.weight",),
+        ),
+        Rename(  # since 0.3 of an optimizer: weights are split when they are saved
+            r"layers\.(\d+)\.attention\.qkv_linear\.wqkv\.weight",
+            tuple(rf"blocks.\1.attention.{letter}.weight" for letter in "qkv"),
+            _by_group_from_pairs,
         ),
         *(
             Rename(rf"layers\.(\d+)\.{re.escape(theirs)}\.weight", (rf"blocks.\1.{ours}.weight",))

@@ -139,7 +139,7 @@ def set_rest(
         return placed[key]
 
     for name, state in content.items():
-        _load(ours[name], decode(state, {}, find))
+        load_state_dict(ours[name], decode(state, {}, find))
     return set(content)
 
 
@@ -176,8 +176,12 @@ def check_restored(
         )
 
 
-def _load(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state_dict without a change of dtypes, into the same dicts of the groups."""
+def load_state_dict(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state_dict without a change of dtypes, into the same dicts of the groups.
+
+    Raises:
+        UserError: the optimizer refuses it.
+    """
     groups = [*optimizer.param_groups]
     try:
         optimizer.load_state_dict(state)

@@ -24,8 +24,8 @@ _CUDA = torch.device("cuda")
 _INTERFACE = "HOROVOD_GLOO_IFACE"
 # Maximum wait for another rank: to join, and in each collective.
 LIMIT = timedelta(minutes=5)
-# Time in which ranks that were notified of a failure leave their world on their own, if a peer is on
-# another host, which may be unreachable, and if it is on this host, which reports its end.
+# Time in which ranks that were notified of a failure leave their world on their own, if a peer is
+# on another host, which may be unreachable, and if it is on this host, which reports its end.
 _GRACE_SECONDS = 0.3
 _LOCAL_GRACE_SECONDS = 3.0
 # For NCCL in elastic runs, unless the user sets them: by default torch ends the process if a peer

@@ -66,6 +66,13 @@ class Resolved:
         batch, buckets = self.config.batch, self.buckets.train
         return batch.global_size if buckets is None else buckets.samples_of(step, batch.per_step)
 
+    def samples_before(self, step: int) -> int:
+        """Return the number of samples of the steps before `step`, over all ranks."""
+        batch, buckets = self.config.batch, self.buckets.train
+        if buckets is None:
+            return step * batch.global_size
+        return buckets.order.samples_before(step * batch.per_step)
+
     def describe_length(self) -> str:
         """Describe steps, samples and epochs in one short line."""
         batch, buckets, size = self.config.batch, self.buckets.train, self.epoch_samples

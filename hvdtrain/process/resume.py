@@ -9,23 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from hvdtrain.checkpoint.format import Checkpoint
-from hvdtrain.checkpoint.spread import as_in
-from hvdtrain.checkpoint.weights import Weights, read_weights
 from hvdtrain.config import Config
 from hvdtrain.data.files import FileFacts, files_of, first_change
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.spikes import MOST_ROLLBACKS, Spike, rolled_back
 from hvdtrain.errors import EXIT_NOT_FINITE, UserError, crash
 from hvdtrain.log import logger
-from hvdtrain.models.gpt import GPT
-from hvdtrain.models.huggingface import from_huggingface
-from hvdtrain.models.name_tables import MEGATRON, to_gpt_names
 from hvdtrain.process.build import RunComponents, build_model
+from hvdtrain.process.initial_weights import load_initial_weights
 from hvdtrain.process.recorder import PersistentState
+from hvdtrain.process.takeover import take_over
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import AgreedError, broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group, Mesh, Topology
@@ -192,6 +186,8 @@ def _load(
         whole = components.strategy.holds_whole_model
         model = build_model(components.task, config, components.device) if whole else None
         components.state.start_over(model)
+    if config.run.takeover is not None and group.rank == 0:
+        take_over(components, config.run.takeover)
     if config.run.init_from is not None and group.rank == 0 and not components.state.spanned:
         load_initial_weights(components.state.model, config.run.init_from, config.run.init_strict)
     return None
@@ -242,67 +238,3 @@ def _say_lost(components: RunComponents, checkpoint: Checkpoint | None, newest: 
         where,
         advice,
     )
-
-
-# --- weights that were trained elsewhere: run.init_from -----------------------
-
-
-# Names listed in a message.
-_NAMED = 8
-_MODEL_PREFIX = "model."
-
-
-@torch.no_grad()
-def load_initial_weights(model: nn.Module, path: str, strict: bool) -> None:
-    """Copy weights into a model by name, on one rank, whose state the other ranks receive.
-
-    Args:
-        path: as in checkpoint.weights.read_weights.
-        strict: names and shapes must match the model. If False, tensors without a match keep their
-            initial values from the seed, and a warning lists them.
-
-    Raises:
-        UserError: there are no weights, or they do not match the model.
-    """
-    try:
-        found = read_weights(Path(path))
-        tensors = as_in(model, _converted(model, found))
-    except UserError as error:
-        raise UserError(f"run.init_from: {error}") from None
-    own = model_tensors(model)
-    fit = [name for name in own if name in tensors and tensors[name].shape == own[name].shape]
-    other = [name for name in own if name in tensors and name not in fit]
-    shapes = [f"{n} {list(tensors[n].shape)} instead of {list(own[n].shape)}" for n in other]
-    differences = [
-        _listed("missing", [name for name in own if name not in tensors]),
-        _listed("unexpected", [name for name in tensors if name not in own]),
-        _listed("of another shape", shapes),
-    ]
-    listed = "; ".join(filter(None, differences))
-    if listed and (strict or not fit):
-        hint = "; run.init_strict false loads the others" if fit else "; nothing is left to load"
-        raise UserError(f"run.init_from {path}: the weights are not this model's: {listed}{hint}")
-    for name in fit:
-        own[name].copy_(tensors[name])
-    logger.info("%d tensors from %s; the run begins with them", len(fit), path)
-    if listed:
-        logger.warning("run.init_from %s: %s", path, listed)
-
-
-def _converted(model: nn.Module, found: Weights) -> dict[str, torch.Tensor]:
-    tensors = found.tensors
-    if isinstance(model, GPT):
-        known = found.facts.get("model_type") in (None, MEGATRON)
-        convert = to_gpt_names if known else from_huggingface
-        tensors = convert(model.config, found.facts, tensors)
-    if model_tensors(model).keys().isdisjoint(tensors):
-        # A directory of torch.distributed.checkpoint may hold several dictionaries.
-        return {name.removeprefix(_MODEL_PREFIX): tensor for name, tensor in tensors.items()}
-    return tensors
-
-
-def _listed(what: str, names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{len(names)} {what} ({', '.join(sorted(names)[:_NAMED])}{more})"

@@ -18,7 +18,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.huggingface import from_huggingface, to_huggingface
-from hvdtrain.process.resume import load_initial_weights
+from hvdtrain.process.initial_weights import load_initial_weights
 from hvdtrain.runtime.tensor_shards import model_tensors
 from tests.support.runs import TINY, metrics, run, train
 

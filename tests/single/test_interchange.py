@@ -29,7 +29,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.name_tables import to_gpt_names
-from hvdtrain.process.resume import load_initial_weights
+from hvdtrain.process.initial_weights import load_initial_weights
 from hvdtrain.runtime.tensor_shards import model_tensors
 from tests.support.runs import REPOSITORY, train
 
@@ -370,7 +370,7 @@ def test_pickles_never_execute_code(tmp_path: Path) -> None:
     index.mkdir()
     (index / ".metadata").write_bytes(pickle.dumps(_Malicious(marker)))
     (index / "__0_0.distcp").write_bytes(b"")
-    with pytest.raises(UserError, match="which is not executed"):
+    with pytest.raises(UserError, match="its index is not one of DCP"):
         read_weights(index)
     with pytest.raises(UserError):
         load_initial_weights(_model(GPT2), str(megatron), strict=True)

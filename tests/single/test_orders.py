@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, DistributedSampler
 
 from hvdtrain.audit.lineage import check_order
 from hvdtrain.config import parse
@@ -40,6 +40,27 @@ SHARDS = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
 SEEDS = st.integers(0, 2**64)
 WEIGHTS = st.lists(st.floats(0.01, 1), min_size=1, max_size=5)
 no_deadline = settings(deadline=None, max_examples=30)
+
+
+# --- of torch -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_order_of_torch_is_that_of_its_distributed_sampler(ranks: int) -> None:
+    size, seed = 30, 7
+    order = build_order({"size": size, "permutation": "torch"}, seed, global_size=6)
+    whole = order.samples(0, 3 * size)
+    for epoch in range(3):
+        samplers = [DistributedSampler([0] * size, ranks, rank, seed=seed) for rank in range(ranks)]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        steps = zip(*samplers, strict=True)
+        expected = [sample for step in steps for sample in step]
+        assert whole[epoch * size : (epoch + 1) * size].tolist() == expected
+    assert np.array_equal(order.samples(size - 4, size + 9), whole[size - 4 : size + 9])
+    assert not order.samples(5, 5).size
+    with pytest.raises(ValueError, match="permutation of the order"):
+        check_specification({"size": 3, "permutation": "numpy"})
 
 
 # --- sequential ---------------------------------------------------------------

@@ -225,7 +225,7 @@ def test_rank_short_of_cpu_time_is_not_forgotten_by_a_peer_that_leaves() -> None
         assert leaving.stdin is not None
         leaving.stdin.write("\n")
         leaving.stdin.flush()
-        time.sleep(1.0)  # the first rank enters it, and is told that the generation is over
+        time.sleep(1.0)  # the first rank enters it, and gets the notice that the generation is over
         stopped.send_signal(signal.SIGCONT)
         said = stopped.communicate(timeout=60)[0]
         assert "Timed out" not in said and stopped.returncode == 0, said

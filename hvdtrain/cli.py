@@ -70,12 +70,13 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else [*args]
         # argparse takes `*` as empty, if options are between the other arguments and `--`.
-        keys = []
+        keys: list[str] = []
         if any(action.dest == KEYS for action in self._actions) and "--" in words:
             at = words.index("--")
             words, keys = words[:at], words[at + 1 :]
         namespace, unknown = super().parse_known_args(words, namespace)
         if keys:
+            unknown += getattr(namespace, KEYS)
             setattr(namespace, KEYS, keys)
         if unknown:
             name = unknown[0].partition("=")[0]

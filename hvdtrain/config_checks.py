@@ -234,6 +234,11 @@ CHECKS: tuple[Check, ...] = (
     ),
     # the first state
     _excludes("run.takeover", "run.init_from", "both give a new run its weights: set one"),
+    _excludes(
+        "run.takeover",
+        "precision.name bf16-params",
+        "other trainers' checkpoints have no master weights",
+    ),
     Check(
         "`run.takeover` with ranks that hold shards (`parallel.*`)",
         "`hvdtrain takeover` writes a checkpoint, which such a run can read",

@@ -139,7 +139,9 @@ class DcpDirectory:
             path = error.filename or self._path
             raise UserError(f"{self._path}: {path}: {error.strerror or error}") from None
         except (*UNEXPECTED, dcp.api.CheckpointException) as error:
-            what = f"is not a complete DCP directory: {first_line(error)}"
+            failures = getattr(error, "failures", None) or {0: (error, None)}
+            reason = first_line(next(iter(failures.values()))[0])
+            what = f"is not a complete DCP directory: {reason}"
             raise UserError(f"{self._path} {what}") from None
 
 
@@ -192,7 +194,7 @@ def newest_of_megatron(path: Path) -> Path:
     if not newest.is_file():
         return path
     iteration = newest.read_text(errors="replace").strip()
-    return path / (f"iter_{int(iteration):07d}" if iteration.isdigit() else "release")
+    return path / (f"iter_{int(iteration):07d}" if iteration.isdecimal() else "release")
 
 
 def megatron_arguments(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ enumerations.
 from __future__ import annotations
 
 import argparse
+import codecs
 import errno
 import pickle
 from collections.abc import Mapping
@@ -15,11 +16,21 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvdtrain.errors import UserError
 
-_NAMESPACE = "argparse.Namespace"
+_SCALAR = np.float64(0).__reduce__()[0]
+# They only make values: numbers of numpy, and the arguments of a command line.
+_PLAIN = {
+    "argparse.Namespace": argparse.Namespace,
+    "numpy.dtype": np.dtype,
+    "numpy._core.multiarray.scalar": _SCALAR,
+    "numpy.core.multiarray.scalar": _SCALAR,  # before numpy 2
+    "_codecs.encode": codecs.encode,
+}
+_DTYPES = [type(np.dtype(letter)) for letter in "?bBhHiIlLqQefd"]
 # What torch.load, and code that searches its result, raise for content that is not as expected.
 UNEXPECTED = (
     *(ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError),
@@ -35,9 +46,13 @@ class Inert:
         state: its attributes, as far as they are in a dict.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-        self.state: dict[str, Any] = {}
+    arguments: tuple[Any, ...]
+    state: dict[str, Any]
+
+    def __new__(cls, *arguments: Any) -> Inert:  # a pickle need not call __init__
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, {}
+        return made
 
     def __setstate__(self, state: object) -> None:
         self.state = state if isinstance(state, dict) else {}
@@ -82,11 +97,14 @@ def load_inert(source: str | BytesIO, mmap: bool = False) -> Any:
     names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     if isinstance(source, BytesIO):
         source.seek(0)
-    inert: list[Any] = [(Inert, name) for name in names if name != _NAMESPACE]
-    with torch.serialization.safe_globals([argparse.Namespace, *inert]):
+    known: list[Any] = [(_PLAIN.get(name, Inert), name) for name in names]
+    with torch.serialization.safe_globals([*known, *_DTYPES]):
         return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error; torch's have many."""
-    return (str(error) or type(error).__name__).strip().splitlines()[0]
+    line = (str(error) or type(error).__name__).strip().splitlines()[0]
+    if "eights_only" in line or line.startswith("Weights only"):  # it advises to execute the file
+        return "it has objects that are neither tensors nor plain values"
+    return line

@@ -98,13 +98,15 @@ class ScriptState:
         self.structure: ModelStructure | None = None
         self._saved: dict[str, Tensor] = {}
         self._kept: tuple[Any, dict[str, Tensor]] | None = None  # of `keep`, not in `_saved` yet
+        self._first: dict[str, Tensor] = {}  # the state from before the loop
         self._own: bytes | None = None  # digest of the objects' state, if nothing has changed it
 
     def begin(self) -> None:
         """Keep the state from before the loop; from now on its names are fixed."""
         self.keep()
         self.objects.closed = True
-        self._own = _digest(self._tensors)
+        self._first = self._tensors
+        self._own = _digest(self._first)
 
     @cached_property
     def has_elementwise_optimizer(self) -> bool:
@@ -219,10 +221,9 @@ class ScriptState:
 
     def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         """See StatePart; `restore` gives it to the objects."""
-        if saved:
-            [tensors] = saved
-            self._kept = None
-            self._saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        [tensors] = saved or [self._first]
+        self._kept = None
+        self._saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _has_state(value: object) -> bool:

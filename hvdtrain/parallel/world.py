@@ -136,7 +136,7 @@ class Connections:
         The others detect the end; this process still reads from them until they end their side too.
         """
         self._left.set()
-        own = [*self._connections()]
+        own, self._own = [*self._connections()], set()  # a second call finds none
         self._kept += own
         for connection in own:
             with suppress(OSError):

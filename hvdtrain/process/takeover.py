@@ -13,36 +13,31 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from hvdtrain.checkpoint.format import write
-from hvdtrain.checkpoint.interchange.other_run import OtherRun, StateDict
+from hvdtrain.checkpoint.interchange.other_run import OtherRun
 from hvdtrain.checkpoint.interchange.readers import read_other_run
-from hvdtrain.checkpoint.spread import as_in
-from hvdtrain.checkpoint.weights import Weights
 from hvdtrain.config import Settings
 from hvdtrain.data.loader import has_own_order
 from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.engine.state import RunState
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
-from hvdtrain.optim.optimizer import parameter_names, set_state_tensors
 from hvdtrain.optim.state_dicts import load_state_dict, members
 from hvdtrain.parallel.config import ParallelConfig
 from hvdtrain.process.build import RunComponents, build_components
-from hvdtrain.process.initial_weights import converted, copy_weights
+from hvdtrain.process.initial_weights import copy_weights
+from hvdtrain.process.other_optimizer import listed, load_by_name, placed_state
 from hvdtrain.process.prepare import Start, prepare, prepare_environment
 from hvdtrain.process.strategy import build_strategy
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.init import initialize
-from hvdtrain.runtime.tensor_shards import model_tensors
 from hvdtrain.tasks import optional
 from hvdtrain.text import plural
 
@@ -84,6 +79,11 @@ def write_checkpoint(settings: Settings, path: str, out: Path) -> Path:
     directory = RunDirectory(out)
     if directory.metrics.exists() or directory.checkpoints.exists():
         raise UserError(f"--out {out} already contains a run; name a directory that does not")
+    if settings.config.batch.per_rank_size:
+        raise UserError(
+            "batch.per_rank_size: the position in the data depends on the number of ranks; omit "
+            "--out, and start the run with --run.takeover"
+        )
     config = replace(settings.config, parallel=ParallelConfig())
     settings = replace(settings, config=config)
     prepare_environment(config)
@@ -100,9 +100,14 @@ def write_checkpoint(settings: Settings, path: str, out: Path) -> Path:
 
 def _load(components: RunComponents, run: OtherRun) -> None:
     state, script = components.state, optional(components.task, "script_state")
+    if run.step >= components.config.train.steps:
+        raise UserError(
+            f"{run.path} is of step {run.step}, but the run has {components.config.train.steps} "
+            "steps: increase train.duration"
+        )
     loaded = copy_weights(state.model, run.weights, run.path)
     if script is None:
-        _load_by_name(state, run)
+        load_by_name(state, run)
     else:
         _load_into_script(state, script, run)
     progress, resolved = state.progress, components.prepared.resolved
@@ -118,13 +123,15 @@ def _load(components: RunComponents, run: OtherRun) -> None:
     _say_what_differs(components, run)
 
 
-# --- the optimizer ------------------------------------------------------------
+# --- the script's optimizer, and its schedulers -------------------------------
 
 
 def _load_into_script(state: RunState, script: ScriptState, run: OtherRun) -> None:
+    script.load(())
+    script.restore()  # an earlier takeover may have been lost with its ranks
     own = members(state.optimizer)
     if run.by_name is not None:
-        _load_by_name(state, run)
+        load_by_name(state, run)
     else:
         if len(own) != len(run.optimizers):
             raise UserError(
@@ -132,13 +139,8 @@ def _load_into_script(state: RunState, script: ScriptState, run: OtherRun) -> No
                 f"script has {len(own)}"
             )
         for one, saved in zip(own.values(), run.optimizers, strict=True):
-            _check_numbers(one, saved, run)
-            load_state_dict(one, saved)
-    schedulers = {
-        name: value
-        for name, value in script.objects.items()
-        if isinstance(value, LRScheduler | ReduceLROnPlateau)
-    }
+            load_state_dict(one, placed_state(one, saved, run))
+    schedulers = {name: one for name, one in script.objects.items() if _is_scheduler(one)}
     if run.by_name is not None:
         for name, scheduler in schedulers.items():
             _advance(name, scheduler, run.step)
@@ -146,7 +148,7 @@ def _load_into_script(state: RunState, script: ScriptState, run: OtherRun) -> No
         raise UserError(
             f"{run.path} has the state of {plural(len(run.schedulers), 'scheduler')}, and "
             f"training.state has {len(schedulers)}: before the loop, set "
-            'training.state["scheduler"] = scheduler for each, and for no other'
+            'training.state["scheduler"] = scheduler for each of them'
         )
     for (name, scheduler), saved in zip(schedulers.items(), run.schedulers, strict=False):
         try:
@@ -155,6 +157,14 @@ def _load_into_script(state: RunState, script: ScriptState, run: OtherRun) -> No
             raise UserError(
                 f"training.state[{name!r}] does not load the scheduler of {run.path}: {error}"
             ) from None
+        if (counted := saved.get("last_epoch", run.step)) != run.step:
+            logger.warning(
+                "takeover: training.state[%r] has been stepped %s times in %d steps: step it as "
+                "often as the other trainer did (Accelerate: once in each process)",
+                name,
+                counted,
+                run.step,
+            )
     others = sorted(script.objects.keys() - schedulers.keys())
     if others:
         run.left.append(
@@ -163,11 +173,18 @@ def _load_into_script(state: RunState, script: ScriptState, run: OtherRun) -> No
     script.keep()
 
 
-def _advance(name: str, scheduler: LRScheduler | ReduceLROnPlateau, steps: int) -> None:
+def _is_scheduler(value: object) -> bool:
+    """Whether it is a scheduler of learning rates, of torch or such as timm's."""
+    names = {base.__name__ for base in type(value).__mro__}
+    return bool(names & {"LRScheduler", "ReduceLROnPlateau", "Scheduler"})
+
+
+def _advance(name: str, scheduler: Any, steps: int) -> None:
     """Step a scheduler as the script would have: the other trainer's was not torch's."""
-    if isinstance(scheduler, ReduceLROnPlateau):
+    if not isinstance(scheduler, LRScheduler):
         raise UserError(
-            f"training.state[{name!r}] is a ReduceLROnPlateau, whose state is not in the checkpoint"
+            f"training.state[{name!r}] is a {type(scheduler).__name__}, whose state is not in the "
+            "checkpoint, and does not follow from the number of steps"
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
@@ -175,119 +192,15 @@ def _advance(name: str, scheduler: LRScheduler | ReduceLROnPlateau, steps: int) 
             scheduler.step()
 
 
-def _check_numbers(optimizer: torch.optim.Optimizer, saved: StateDict, run: OtherRun) -> None:
-    """Check that the tensors of an optimizer's state have the shapes of its parameters."""
-    own, theirs = (
-        [len(group["params"]) for group in groups]
-        for groups in (optimizer.param_groups, saved["param_groups"])
-    )
-    if own != theirs:
-        raise UserError(
-            f"the optimizer in {run.path} has groups of {theirs} parameters, and the script's "
-            f"{type(optimizer).__name__} has groups of {own}: build the model and the optimizer as "
-            "the script that wrote the checkpoint does"
-        )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        entries = saved["state"].get(number, {})
-        moment = entries.get("exp_avg", entries.get("momentum_buffer"))
-        if isinstance(moment, Tensor) and moment.shape != parameter.shape:
-            raise UserError(
-                f"the optimizer in {run.path} has a tensor of shape {list(moment.shape)} for "
-                f"parameter {number}, whose shape is {list(parameter.shape)} here: it is the "
-                "optimizer of another model, or its parameters have another order"
-            )
-
-
-def _load_by_name(state: RunState, run: OtherRun) -> None:
-    """Load an optimizer's tensors by the names of the parameters."""
-    tensors = run.by_name if run.by_name is not None else _named(run)
-    entries: dict[str, dict[str, Tensor]] = {}
-    shapes = {name: tensor.shape for name, tensor in run.weights.tensors.items()}
-    for key, tensor in tensors.items():
-        name, _, entry = key.rpartition("/")
-        entries.setdefault(entry, {})[name] = tensor
-        if tensor.numel() > 1:  # weights may be saved in other pieces
-            shapes.setdefault(name, tensor.shape)
-    found = {
-        f"{name}/{entry}": tensor
-        for entry, own in entries.items()
-        for name, tensor in _renamed(state, run.weights.facts, own, shapes, entry).items()
-    }
-    names = {*parameter_names(state.optimizer, state.model).values()}
-    of_model = {key.rpartition("/")[0] for key in found}
-    if found and of_model != names:
-        differing = sorted(of_model ^ names)
-        raise UserError(
-            f"the optimizer in {run.path} trains other parameters than this run's: "
-            f"{plural(len(differing), 'name differs', 'names differ')}, such as {differing[0]}"
-        )
-    set_state_tensors(state.optimizer, state.model, found)
-
-
-def _named(run: OtherRun) -> dict[str, Tensor]:
-    """Name the parameters of a numbered state: "name/entry" -> tensor."""
-    if run.numbering is None:
-        raise UserError(
-            f"only the script that wrote {run.path} knows which parameter its optimizer's numbers "
-            "mean: continue in this script, with hvdtrain.training(..., takeover=...); or begin a "
-            "run with its weights alone (run.init_from)"
-        )
-    [saved] = run.optimizers
-    names, numbers = run.numbering(), [n for g in saved["param_groups"] for n in g["params"]]
-    if len(names) != len(numbers):
-        raise UserError(
-            f"the optimizer in {run.path} has {len(numbers)} parameters, and the model has "
-            f"{len(names)}: it does not train all of them"
-        )
-    return {
-        f"{name}/{entry}": value
-        for name, number in zip(names, numbers, strict=True)
-        for entry, value in saved["state"].get(number, {}).items()
-        if isinstance(value, Tensor)
-    }
-
-
-def _renamed(
-    state: RunState,
-    facts: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    shapes: Mapping[str, torch.Size],
-    entry: str,
-) -> dict[str, Tensor]:
-    """Give one entry of all parameters, such as "exp_avg", the names and layouts of this model.
-
-    Such a tensor is split and transposed as its parameter is. A number, such as a count of steps,
-    is repeated for that.
-
-    Raises:
-        UserError: a tensor is neither.
-    """
-    single = all(tensor.numel() == 1 for tensor in tensors.values())
-    wrong = [n for n, t in tensors.items() if not single and t.shape != shapes.get(n, t.shape)]
-    own = as_in(state.model, tensors)
-    if own.keys() <= model_tensors(state.model).keys():
-        return own
-    if wrong:
-        raise UserError(
-            f"the optimizer's {entry} of {wrong[0]} has the shape "
-            f"{list(tensors[wrong[0]].shape)}, which is not that of its parameter: it cannot be "
-            "converted to this model's names"
-        )
-    if single:
-        tensors = {n: t.reshape(()).expand(shapes[n]) for n, t in tensors.items() if n in shapes}
-    found = as_in(state.model, converted(state.model, Weights(dict(tensors), dict(facts))))
-    return {n: t.flatten()[0].clone() for n, t in found.items()} if single else found
-
-
 # --- what is said -------------------------------------------------------------
 
 
 def _say_what_differs(components: RunComponents, run: OtherRun) -> None:
     config = components.config
-    for phrase in (*run.left, *_options(components, run)):
+    for phrase in run.left:
         logger.warning("takeover: not kept: %s", phrase)
+    for sentence in _options(components, run):
+        logger.warning("takeover: %s", sentence)
     batch = config.batch.global_size
     if run.global_size is not None and run.global_size != batch and not config.batch.max_tokens:
         logger.warning(
@@ -299,58 +212,55 @@ def _say_what_differs(components: RunComponents, run: OtherRun) -> None:
             run.clip_norm,
             config.optim.clip_norm,
         )
-    if has_own_order(components.datasets.train):
-        order = "the dataset's"
-    elif components.datasets.fingerprint == "sample numbers":
+    _say_order(components, run)
+
+
+def _say_order(components: RunComponents, run: OtherRun) -> None:
+    config, samples = components.config, components.state.progress.samples
+    if components.datasets.fingerprint == "sample numbers":
         return  # the script makes its samples from their numbers
-    elif run.shuffle_seed is not None:
-        if (config.loader.order, config.seed) == ("torch", run.shuffle_seed):
-            _check_epochs(components, run)
-            return
-        order = f"that of --loader.order torch --seed {run.shuffle_seed}"
+    if run.shuffle_seed is None:
+        own = has_own_order(components.datasets.train)
         logger.warning(
-            "takeover: the order of samples was %s, and is another one now: samples of this epoch "
-            "are repeated or passed over",
-            order,
+            "takeover: the run continues with sample %d of %s, which may not be the next one of "
+            "the other trainer: %s",
+            samples,
+            "the dataset's own order" if own else f"loader.order {config.loader.order}",
+            run.order,
         )
-        return
-    else:
-        order = f"loader.order {config.loader.order}"
-    logger.warning(
-        "takeover: the run reads on at sample %d of %s; whether these are the next ones is not "
-        "known: %s",
-        components.state.progress.samples,
-        order,
-        run.order,
-    )
-
-
-def _check_epochs(components: RunComponents, run: OtherRun) -> None:
-    size, samples = components.prepared.resolved.epoch_samples, components.state.progress.samples
-    if samples > size and size % components.config.batch.global_size:
+    elif (config.loader.order, config.seed) != ("torch", run.shuffle_seed):
         logger.warning(
-            "takeover: the last step of each epoch of %s had fewer samples, which is not repeated: "
-            "up to %d samples of this epoch are passed over",
+            "takeover: the order of samples was that of --loader.order torch --seed %d, and is "
+            "another one now: samples of this epoch are repeated or skipped",
+            run.shuffle_seed,
+        )
+    elif samples > (size := components.prepared.resolved.epoch_samples) and (
+        size % config.batch.global_size
+    ):
+        logger.warning(
+            "takeover: an epoch of %d samples is not a whole number of steps: %s ends each epoch "
+            "with a smaller step, hvdtrain does not, so its position differs by up to %d samples",
+            size,
             run.trainer,
-            samples // size * components.config.batch.global_size,
+            samples // size * config.batch.global_size,
         )
 
 
 def _options(components: RunComponents, run: OtherRun) -> Iterable[str]:
-    """Options of the other optimizer that this run's configuration sets in another way."""
-    if optional(components.task, "script_state") is not None and run.by_name is None:
-        return
+    """Options of the other optimizer that this run sets in another way."""
+    script = optional(components.task, "script_state")
+    if script is not None and run.by_name is None:
+        return  # loaded with the optimizer
     own = components.state.optimizer.param_groups
-    for name in sorted({name for group in own for name in group} - _NOT_COMPARED):
+    # The schedule sets the rate.
+    scheduled = script is None or any(map(_is_scheduler, script.objects.values()))
+    names = {name for group in own for name in group} - _NOT_COMPARED
+    for name in sorted(names | (set() if scheduled else {"lr"})):
         theirs = {_plain(group[name]) for group in run.groups() if name in group}
         ours = {_plain(group[name]) for group in own if name in group}
         if theirs and theirs != ours:
-            yield f"{name} of the optimizer, {_listed(theirs)}: it is {_listed(ours)} here"
+            yield f"the optimizer had {name} {listed(theirs)}; this run has {listed(ours)}"
 
 
 def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _listed(values: Iterable[Any]) -> str:
-    return " and ".join(sorted(map(str, values)))

@@ -23,6 +23,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 # A value that enables a key, or that a check names, for each term of the tables.
 TERM = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)*)(?: ([^`]+))?`( above 1| other than `(\S+)`)?")
 ON = {
+    "run.takeover": "directory",
+    "run.init_from": "directory",
     "train.patience": "2",
     "checkpoint.keep_best": "true",
     "checkpoint.memory.every": "5",

@@ -10,15 +10,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hvdtrain import cli
 from hvdtrain.checkpoint.format import read
+from hvdtrain.checkpoint.interchange.other_run import OtherRun
 from hvdtrain.checkpoint.interchange.readers import read_other_run
 from hvdtrain.checkpoint.interchange.transformers_runs import read_trainer
+from hvdtrain.checkpoint.weights import Weights
+from hvdtrain.engine.script_state import ScriptState
 from hvdtrain.errors import UserError
+from hvdtrain.process.other_optimizer import placed_state
+from tests.support.job import Finished
 from tests.support.other_trainers import SAVED_AT, STEPS, llama
 from tests.support.runs import REPOSITORY, environment, metrics, run, start
 
@@ -102,7 +108,7 @@ def test_trainers_optimizer_numbers_parameters_as_expected(
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], weight_decay=0.1)
     optimizer = Trainer(model, arguments).create_optimizer()
     names = {parameter: name for name, parameter in model.named_parameters()}
-    expected = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    expected = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     found = read_trainer(sources / "transformers")
     assert found is not None and found.numbering is not None
     assert found.numbering() == expected
@@ -176,6 +182,102 @@ def test_optimizer_gets_the_names_and_layouts_of_a_built_in_model(tmp_path: Path
     assert again.returncode == 2 and "already contains a run" in again.stderr
 
 
+def _taken(source: Path, root: Path, *more: str) -> Finished:
+    out = root / f"runs/{len(list(root.glob('runs/*')))}"
+    words = [sys.executable, "-m", "hvdtrain.cli", "takeover", str(source), "--out", str(out)]
+    keys = ["--", *_tokens(root), *_LLAMA, *more]
+    return start(root / "output", keys, command=words).wait(60)
+
+
+def test_optimizer_of_another_kind_or_grouping_is_refused(tmp_path: Path) -> None:
+    source = _of_trainer(tmp_path / "trainer")
+    done = _taken(source, tmp_path, "--optim.name", "sgd")
+    assert done.returncode == 2 and "set optim.name to the optimizer that" in done.stderr, done
+    saved = torch.load(source / "optimizer.pt")
+    [first, second] = saved["param_groups"]
+    first["params"] += second["params"]
+    torch.save({**saved, "param_groups": [first]}, source / "optimizer.pt")
+    done = _taken(source, tmp_path)
+    assert done.returncode == 2 and "has groups of [21] parameters, and this version" in done.stderr
+
+
+# --- the place of tensors, and what is counted --------------------------------
+
+
+def _other_run(**content: Any) -> OtherRun:
+    return OtherRun("another", Path("source.pt"), 1, Weights({}), **content)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_state_is_placed_as_torch_places_it(fused: bool) -> None:
+    """On the device and in the dtype of each parameter; `meta` stands for a GPU."""
+    source = nn.Linear(3, 2)
+    before = torch.optim.AdamW(source.parameters(), fused=fused)
+    source(torch.ones(1, 3)).sum().backward()
+    before.step()
+    saved = before.state_dict()
+    model = nn.Linear(3, 2, device="meta", dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=False)
+    state = placed_state(optimizer, saved, _other_run())["state"]
+    for number, parameter in enumerate(model.parameters()):
+        for entry in ("exp_avg", "exp_avg_sq"):
+            tensor = state[number][entry]
+            assert (tensor.device, tensor.dtype) == (parameter.device, torch.bfloat16)
+        step = state[number]["step"]
+        assert step.dtype == torch.float32 and step.device.type == ("meta" if fused else "cpu")
+    assert saved["state"][0]["exp_avg"].device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("named", "counted", "steps"),
+    [
+        ({"step": 12}, 12, 12),
+        ({"step": np.int64(12)}, None, 12),
+        ({"step": 120, "global_step": torch.tensor(4000)}, 4000, 4000),  # in the epoch
+        ({"iter_num": 12}, 11, 12),  # one was skipped
+        ({}, 12, 12),
+        ({"step": 48}, 12, None),  # micro-batches
+        ({"step": 2}, 12, None),  # epochs
+        ({"step": -5}, None, None),
+        ({"step": True}, None, None),
+        ({"step": "12"}, None, None),
+        ({"epoch": 3}, None, None),
+    ],
+)
+def test_steps_are_optimizer_steps_or_refused(
+    tmp_path: Path, named: dict[str, Any], counted: int | None, steps: int | None
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters()) if counted is None else None
+    optimizer = optimizer or torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for entries in optimizer.state.values():
+        if counted is not None:
+            entries["step"].fill_(counted)
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **named}
+    torch.save(content, tmp_path / "source.pt")
+    if steps is None:
+        assert "does not say how many steps were done" in _refused(tmp_path / "source.pt")
+    else:
+        assert read_other_run(tmp_path / "source.pt").step == steps
+
+
+def test_state_from_before_the_loop_comes_back_when_a_run_begins_again() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    script = ScriptState(optimizer)
+    script.objects["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    script.begin()
+    script.restore()
+    for _ in range(5):
+        optimizer.step()
+        script.objects["scheduler"].step()
+    script.keep()
+    script.load(())
+    script.restore()
+    assert script.objects["scheduler"].last_epoch == 0 and optimizer.param_groups[0]["lr"] == 0.1
+
+
 # --- mistakes -----------------------------------------------------------------
 
 
@@ -207,6 +309,11 @@ def test_checkpoints_that_cannot_be_continued_are_refused_in_a_line(
     shutil.copytree(sources / "transformers/checkpoint-10", tmp_path / "checkpoint-10")
     (tmp_path / "checkpoint-10/optimizer.pt").unlink()
     assert "saved with save_only_model" in _refused(tmp_path)
+    torch.save(
+        {**uncounted, "optimizer": {**sgd.state_dict(), "state": {0: {"step": "x"}}}},
+        tmp_path / "odd.pt",
+    )
+    assert "odd.pt is not as its trainer writes it: ValueError" in _refused(tmp_path / "odd.pt")
     assert "ds_to_universal" in _refused(sources / "deepspeed_own")
     assert "expected a checkpoint with an optimizer" in _refused(REPOSITORY / "docs")
     assert "there is no such file" in _refused(tmp_path / "none")
@@ -214,7 +321,9 @@ def test_checkpoints_that_cannot_be_continued_are_refused_in_a_line(
     assert "is hvdtrain's own: continue it with --run.resume" in _refused(tmp_path / "run")
 
 
-@pytest.mark.parametrize("kind", ["model", "groups", "shapes", "scheduler", "optimizers"])
+@pytest.mark.parametrize(
+    "kind", ["model", "groups", "shapes", "scheduler", "optimizers", "optimizer", "end"]
+)
 def test_checkpoint_of_another_script_is_refused(tmp_path: Path, kind: str) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -230,6 +339,14 @@ def test_checkpoint_of_another_script_is_refused(tmp_path: Path, kind: str) -> N
         saved["state"][0], saved["state"][2] = saved["state"][2], saved["state"][0]
     elif kind == "scheduler":
         found["scheduler"] = {"last_epoch": 1}
+    elif kind == "optimizer":
+        other = torch.optim.RMSprop(model.parameters())
+        other.step()
+        found["optimizer"] = other.state_dict()
+    elif kind == "end":
+        found["step"] = 1000
+        for entries in saved["state"].values():
+            entries["step"].fill_(1000)
     else:
         found["optimizer"] = [saved, saved]
     torch.save(found, tmp_path / "source.pt")
@@ -238,7 +355,7 @@ def test_checkpoint_of_another_script_is_refused(tmp_path: Path, kind: str) -> N
         "import torch, hvdtrain\n"
         "model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))\n"
         "optimizer = torch.optim.AdamW(model.parameters())\n"
-        "keys = {'run.root': 'runs', 'telemetry.port': 0}\n"
+        "keys = {'run.root': 'runs', 'telemetry.port': 0, 'train.duration': 300}\n"
         "with hvdtrain.training(model, optimizer, config=keys, takeover='source.pt') as training:\n"
         "    for step in training:\n"
         "        raise AssertionError('the run has begun')\n"
@@ -254,6 +371,9 @@ def test_checkpoint_of_another_script_is_refused(tmp_path: Path, kind: str) -> N
         "shapes": "has a tensor of shape [1, 3] for parameter 0, whose shape is [3, 2] here",
         "scheduler": "has the state of 1 scheduler, and training.state has 0",
         "optimizers": "has the state of 2 optimizers, and the script has 1",
+        "optimizer": "keeps square_avg and step for each parameter, and AdamW exp_avg and "
+        "exp_avg_sq and step: it is another optimizer",
+        "end": "is of step 1000, but the run has 300 steps: increase train.duration",
     }
     [line] = [one for one in done.stderr.splitlines() if "error:" in one]
     assert done.returncode == 2 and "run.takeover: " in line and expected[kind] in line, done

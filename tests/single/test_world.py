@@ -92,6 +92,23 @@ def test_abort_while_a_world_forms_spares_clients_of_earlier_servers(
             connection.close()
 
 
+def test_world_that_is_left_again_keeps_no_more_descriptors(
+    clients: list[subprocess.Popen[bytes]],
+) -> None:
+    """Each rendezvous that fails leaves the world again; its peers may not have ended yet."""
+    connections = Connections()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with connections.opened((0,)):
+            own = _accepted(server, clients)
+        clients[-1].send_signal(signal.SIGSTOP)
+        connections._own = {os.fstat(own.fileno()).st_ino}
+        before = len(world._sockets())
+        for _ in range(5):
+            connections.leave()
+        assert len(world._sockets()) == before + 1
+        own.close()
+
+
 class _Nccl:
     """NCCL's part of a group, which exists on GPUs only: its abort ends when all are aborted."""
 

@@ -206,7 +206,7 @@ def _continue_nanogpt(name: str, directory: Path) -> None:
     _continue(name, directory, model, optimizer, data, _nano_loss, rate=_nano_rate, keys=keys)
 
 
-# --- a PyTorch script, with momentum and without a number of steps ------------
+# --- a PyTorch script, whose optimizer counts no steps ------------------------
 
 
 def _script() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -220,7 +220,9 @@ def _train_script(path: Path) -> Iterator[float]:
     for step, batch in enumerate(_batches(Samples(_rows, 4 * GLOBAL), seed=0)):
         if step == SAVED_AT:
             states = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
-            torch.save({n: one.state_dict() for n, one in states.items()} | {"epoch": 2}, path)
+            content: dict[str, Any] = {name: one.state_dict() for name, one in states.items()}
+            content["lr_scheduler"] = [content["lr_scheduler"]]
+            torch.save({**content, "epoch": 2, "step": 2, "global_step": torch.tensor(step)}, path)
         loss = _squares(model, batch)
         loss.backward()
         optimizer.step()

@@ -24,7 +24,6 @@ from hvdtrain.checkpoint.interchange.other_run import OtherRun
 from hvdtrain.checkpoint.pickled import UNEXPECTED, first_line, read_object, read_pickled
 from hvdtrain.checkpoint.weights import Weights
 from hvdtrain.errors import UserError
-from hvdtrain.models.name_tables import MEGATRON
 from hvdtrain.untrusted import real
 
 # torch.distributed.checkpoint.state_dict writes these, with flatten_optimizer_state_dict=True.
@@ -140,7 +139,7 @@ def read_megatron_core(path: Path) -> OtherRun | None:
     for name in next(iter(saved.values())):
         by_name[f"{name}/step"] = torch.tensor(float(count))
     known = ("betas", "eps", "weight_decay")
-    facts = {**megatron_arguments(content), "model_type": MEGATRON}
+    facts = {**megatron_arguments(content), "model_type": "megatron"}
     batch = facts.get("global_batch_size")
     return OtherRun(
         trainer="Megatron-LM",
@@ -171,6 +170,8 @@ def read_deepspeed(path: Path) -> OtherRun | None:
     Raises:
         UserError: it is not complete, or is a checkpoint that is not converted yet.
     """
+    if path.name == _UNIVERSAL and path.is_file():
+        path = path.parent
     if (path / _UNIVERSAL).is_file():
         path = path / Path((path / _UNIVERSAL).read_text(errors="replace").strip()).name
     files = sorted(path.glob("*mp_rank_*_model_states.pt"))
@@ -178,12 +179,14 @@ def read_deepspeed(path: Path) -> OtherRun | None:
         if files or (path / "latest").is_file():
             raise UserError(
                 f"{path} is a checkpoint of DeepSpeed for its number of ranks: convert it with "
-                "`python -m deepspeed.checkpoint.ds_to_universal --input_folder "
-                "DIR/global_stepN --output_folder DIR/global_stepN_universal`, and name the output"
+                "`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
+                "--input_folder DIR/global_stepN --output_folder DIR/global_stepN_universal`, and "
+                "name the output"
             )
         return None
-    if len(files) != 1 and not all(file.name.startswith("zero_pp_rank_") for file in files):
-        raise UserError(f"{path}: {len(files)} files of model states: one is read")
+    of_stage_3 = all(file.name.startswith("zero_pp_rank_") for file in files)
+    if not files or (len(files) > 1 and not of_stage_3):
+        raise UserError(f"{path} has {len(files)} files *_model_states.pt: one is expected")
     states, options = read_pickled(files[0]), path / "zero/optimizer_state.pt"
     step = states.get("global_steps")
     if not isinstance(step, int):

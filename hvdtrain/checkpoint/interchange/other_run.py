@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from hvdtrain.checkpoint.weights import Weights
@@ -28,8 +29,8 @@ class OtherRun:
         by_name: the optimizer's tensors as "parameter/entry", if the trainer names parameters;
             `optimizers` is then empty.
         options: of the groups of the optimizer, such as "betas", with `by_name`.
-        numbering: names the parameters in the order of their numbers, if the trainer determines it
-            and not the script.
+        numbering: names the parameters of each group in the order of their numbers, if the trainer
+            determines it and not the script.
         schedulers: state_dict() of each learning rate scheduler; none with `by_name`, where the
             trainer's are not torch's.
         shuffle_seed: seed with which loader.order torch has the trainer's order of samples; None:
@@ -47,7 +48,7 @@ class OtherRun:
     optimizers: Sequence[StateDict] = ()
     by_name: dict[str, Tensor] | None = None
     options: Sequence[StateDict] = ()
-    numbering: Callable[[], list[str]] | None = None
+    numbering: Callable[[], list[list[str]]] | None = None
     schedulers: Sequence[StateDict] = ()
     shuffle_seed: int | None = None
     order: str = "the checkpoint does not say how its samples were ordered"
@@ -62,25 +63,15 @@ class OtherRun:
         return [group for state in self.optimizers for group in state["param_groups"]]
 
 
-def step_of(path: Path, optimizers: Sequence[StateDict], schedulers: Sequence[StateDict]) -> int:
-    """Return the number of steps, which the optimizers or the schedulers have counted.
-
-    Raises:
-        UserError: neither has.
-    """
-    counted = [
+def counted_steps(optimizers: Iterable[StateDict]) -> int | None:
+    """The number of steps that optimizers have counted; None: they count none."""
+    counts = [
         int(entries["step"])
         for state in optimizers
         for entries in state["state"].values()
         if isinstance(entries, dict) and "step" in entries
     ]
-    counted += [int(one["last_epoch"]) for one in schedulers if not counted and "last_epoch" in one]
-    if not counted:
-        raise UserError(
-            f"{path} does not say how many steps were done: it has no step number, and its "
-            "optimizer counts none"
-        )
-    return max(counted)
+    return max(counts, default=None)
 
 
 def checked_optimizers(path: Path, found: Sequence[Any]) -> list[StateDict]:
@@ -96,4 +87,6 @@ def checked_optimizers(path: Path, found: Sequence[Any]) -> list[StateDict]:
             isinstance(one, dict) and isinstance(one.get("params"), list) for one in groups
         ):
             raise UserError(f"{path} has no state of an optimizer, but another object in its place")
+        for group in groups:  # numbers of numpy, as a script may have set them
+            group.update({k: v.item() for k, v in group.items() if isinstance(v, np.generic)})
     return list(found)

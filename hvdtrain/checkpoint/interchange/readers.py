@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,16 +11,17 @@ from hvdtrain.checkpoint.interchange.other_run import OtherRun
 from hvdtrain.checkpoint.interchange.scripts import read_script
 from hvdtrain.checkpoint.interchange.transformers_runs import read_accelerate, read_trainer
 from hvdtrain.checkpoint.layout import STATE
+from hvdtrain.checkpoint.pickled import UNEXPECTED, first_line
 from hvdtrain.errors import UserError
 
 # Each returns None if a path is not of its format. A further format is one more row.
 READERS: tuple[Callable[[Path], OtherRun | None], ...] = (
-    read_script,
     read_trainer,
     read_accelerate,
     read_megatron_core,
     read_dcp_run,
     read_deepspeed,
+    read_script,
 )
 
 
@@ -29,14 +31,19 @@ def read_other_run(path: Path) -> OtherRun:
     Raises:
         UserError: it is none, or is not complete.
     """
-    if not path.exists():
+    if not os.path.exists(path):  # also of a name that is too long
         raise UserError(f"{path}: there is no such file or directory")
     if (path / "checkpoints").is_dir() or (path / STATE).exists():
         raise UserError(f"{path} is hvdtrain's own: continue it with --run.resume, or its --run.id")
-    for read in READERS:
-        run = read(path)
-        if run is not None:
-            return run
+    try:
+        for read in READERS:
+            run = read(path)
+            if run is not None:
+                return run
+    except UNEXPECTED as error:
+        raise UserError(
+            f"{path} is not as its trainer writes it: {type(error).__name__}: {first_line(error)}"
+        ) from None
     raise UserError(
         f"{path}: expected a checkpoint with an optimizer: a file of torch.save or of Lightning, "
         "checkpoint-N of the Trainer of transformers, a directory of Accelerate's save_state, of "

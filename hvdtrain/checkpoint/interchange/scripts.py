@@ -4,17 +4,23 @@ and those of PyTorch Lightning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from hvdtrain.checkpoint.interchange.other_run import OtherRun, checked_optimizers, step_of
+from hvdtrain.checkpoint.interchange.other_run import (
+    OtherRun,
+    StateDict,
+    checked_optimizers,
+    counted_steps,
+)
 from hvdtrain.checkpoint.pickled import Inert, read_pickled
 from hvdtrain.checkpoint.weights import Weights
 from hvdtrain.errors import UserError
-from hvdtrain.untrusted import real
+from hvdtrain.untrusted import real, shown
 
 _LIGHTNING = "pytorch-lightning_version"
 # Names under which scripts save, the usual ones first.
@@ -24,7 +30,7 @@ _SCHEDULER = (
     *("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict"),
     "scheduler_state",
 )
-_STEP = ("step", "global_step", "iter_num", "iteration", "iter", "steps")
+_STEP = ("global_step", "iter_num", "iteration", "iter", "steps", "step")
 _NANOGPT = {"model_args", "iter_num", "best_val_loss"}
 
 
@@ -51,9 +57,10 @@ def read_script(path: Path) -> OtherRun | None:
         )
     saved = content[optimizer]
     optimizers = checked_optimizers(path, saved if isinstance(saved, list) else [saved])
-    schedulers = [content[scheduler]] if isinstance(content.get(scheduler), dict) else []
-    counted = next((content[name] for name in _STEP if isinstance(content.get(name), int)), None)
-    step = step_of(path, optimizers, schedulers) if counted is None else counted
+    saved = content.get(scheduler)
+    found = saved if isinstance(saved, list) else [saved]
+    schedulers = [one for one in found if isinstance(one, dict)]
+    step = _step(path, content, optimizers)
     used = {model, optimizer, scheduler, *_STEP, "epoch"}
     of_nanogpt = content.keys() >= _NANOGPT
     run = OtherRun(
@@ -70,9 +77,37 @@ def read_script(path: Path) -> OtherRun | None:
             "nanoGPT draws each batch from torch's random numbers, whose state it does not save"
         )
         run.global_size = _nanogpt_batch(content.get("config"))
-        run.clip_norm = real((content.get("config") or {}).get("grad_clip"))
+        config = content.get("config")
+        run.clip_norm = real(config.get("grad_clip")) if isinstance(config, Mapping) else None
     run.left += [f"{name!r} of the file" for name in sorted(content.keys() - used, key=str)]
     return run
+
+
+def _step(path: Path, content: Mapping[str, Any], optimizers: Sequence[StateDict]) -> int:
+    """The number of steps; the optimizer has counted fewer if some were skipped."""
+    named = {name: _whole(content[name]) for name in _STEP if name in content}
+    counted = counted_steps(optimizers)
+    for value in named.values():
+        if value is not None and (value == counted or (counted is None and value >= 0)):
+            return value
+    for value in named.values():
+        if value is not None and counted is not None and counted < value < 2 * counted:
+            return value
+    if counted is not None and not named:
+        return counted
+    said = " and ".join(f"{name} {shown(content[name])}" for name in named) or "no number of steps"
+    what = "counted none" if counted is None else f"counted {counted}"
+    raise UserError(
+        f"{path} does not say how many steps were done: it has {said}, and its optimizer has {what}"
+        "; save the number of its steps as global_step"
+    )
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number, of Python, numpy or in a tensor; None: it is not."""
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.dim() == 0):
+        value = value.item()
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _nanogpt_batch(config: object) -> int | None:
@@ -95,7 +130,8 @@ def _lightning(path: Path, content: dict[str, Any]) -> OtherRun:
     counted = content.get("global_step")
     if not isinstance(counted, int):
         raise UserError(f"{path} has no global_step: it is not a complete checkpoint of Lightning")
-    left = [f"the state of the callback {name.split('{')[0]}" for name in content["callbacks"]]
+    names = [str(name).partition("{")[0] for name in content.get("callbacks") or ()]
+    left = [f"the state of the callback {name}" for name in names]
     known = {
         *("epoch", "global_step", _LIGHTNING, "state_dict", "loops", "callbacks"),
         *("optimizer_states", "lr_schedulers", "hparams_name", "hyper_parameters"),

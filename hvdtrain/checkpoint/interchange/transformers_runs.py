@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hvdtrain.checkpoint.interchange.other_run import OtherRun, checked_optimizers, step_of
+from hvdtrain.checkpoint.interchange.other_run import OtherRun, checked_optimizers, counted_steps
 from hvdtrain.checkpoint.pickled import UNEXPECTED, Inert, read_pickled
 from hvdtrain.checkpoint.weights import Weights, read_weights
 from hvdtrain.errors import UserError
@@ -95,8 +95,8 @@ def _arguments(path: Path) -> dict[str, Any]:
     return found.state if isinstance(found, Inert) else {}
 
 
-def _numbering(facts: Mapping[str, Any]) -> list[str]:
-    """Names of a model's parameters as the Trainer's optimizer numbers them.
+def _numbering(facts: Mapping[str, Any]) -> list[list[str]]:
+    """Names of a model's parameters in each group, as the Trainer's optimizer numbers them.
 
     Raises:
         UserError: transformers is not installed, or does not know the model.
@@ -114,12 +114,12 @@ def _numbering(facts: Mapping[str, Any]) -> list[str]:
         config = transformers.CONFIG_MAPPING[facts["model_type"]].from_dict(dict(facts))
         with torch.device("meta"):
             model = getattr(transformers, name)(config)
-        # It uses nothing of the Trainer itself.
+        # The method does not read its object.
         decayed = {*transformers.Trainer.get_decay_parameter_names(None, model)}
     except UNEXPECTED as error:
         raise UserError(f"config.json describes no model of transformers: {error}") from None
     names = [name for name, _ in model.named_parameters()]
-    return [n for n in names if n in decayed] + [n for n in names if n not in decayed]
+    return [[n for n in names if n in decayed], [n for n in names if n not in decayed]]
 
 
 def read_accelerate(path: Path) -> OtherRun | None:
@@ -143,7 +143,12 @@ def read_accelerate(path: Path) -> OtherRun | None:
     weights = Weights(_of_pickle(file)) if file.exists() else read_weights(path)
     optimizers = checked_optimizers(path, [read_pickled(p) for p in numbered["optimizer"]])
     schedulers = [read_pickled(p) for p in numbered["scheduler"]]
-    step = step_of(path, optimizers, schedulers)
+    step = counted_steps(optimizers)
+    if step is None:
+        raise UserError(
+            f"{path} does not say how many steps were done, because its optimizer counts none: "
+            "begin a run with its weights alone (run.init_from)"
+        )
     known = ("optimizer", "scheduler", "model", "pytorch_model", "random_states", "sampler", "dl_")
     others = sorted(p.name for p in path.iterdir() if not p.name.startswith(known))
     return OtherRun(

@@ -66,6 +66,34 @@ def open_decompressed(file: DataFile) -> BinaryIO:
     return cast(BinaryIO, io.BufferedReader(_Decompressed(file), _BUFFER_BYTES))
 
 
+def decompressed(file: Path, content: Any, suffix: str) -> bytes:
+    """Decompress the content of a file, or a part of it, in memory.
+
+    Args:
+        suffix: one of SUFFIXES, which the file may not have.
+
+    Raises:
+        UserError: it is truncated or damaged, or a package is missing.
+    """
+    if suffix == ".zst":
+        decompress: Callable[[Any], bytes] = _zstd(file).decompress
+    else:
+        decompress = {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}[
+            suffix
+        ]
+    try:
+        found = decompress(content)
+    except Exception as error:  # each library has errors of its own
+        raise _damaged(file, error) from None
+    return found
+
+
+def _damaged(file: DataFile, error: Exception) -> UserError:
+    return UserError(
+        f"{file} cannot be decompressed ({error}): it is truncated or damaged; copy it again"
+    )
+
+
 class _Decompressed(io.RawIOBase):
     """The content of a compressed file, with errors that name the file."""
 
@@ -86,10 +114,7 @@ class _Decompressed(io.RawIOBase):
         except Exception as error:  # each library has errors of its own
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise UserError(
-                f"{self._name} cannot be decompressed ({error}): it is truncated or damaged; copy "
-                "it again"
-            ) from None
+            raise _damaged(self._name, error) from None
 
     def close(self) -> None:
         self._content.close()

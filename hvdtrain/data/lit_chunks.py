@@ -1,0 +1,150 @@
+"""Chunks of litdata: samples as they are, compressed alone or in frames, or rows of Arrow."""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hvdtrain.data.chunks import (
+    INDEX,
+    OFFSETS,
+    Content,
+    Opened,
+    check_table,
+    decompress_file,
+    map_file,
+)
+from hvdtrain.data.compressed import decompressed
+from hvdtrain.errors import UserError
+
+_ZSTD, _ZST = b"\x28\xb5\x2f\xfd", ".zst"
+_FRAMED, _ARROW = b"LDFZ01\0\0", b"LDARW01\0"
+# Magic bytes, version, flags, samples, samples of a frame, frames.
+_HEAD = struct.Struct("<8sHHIII")
+# First sample, samples, position, compressed and decompressed length.
+_FRAME = struct.Struct("<IIQII")
+# Length of Arrow's file, magic bytes.
+_FOOTER = struct.Struct("<I8s")
+
+# Content, begin and end of a sample.
+Place: TypeAlias = tuple[Content, int, int]
+
+
+class PlainChunk:
+    """Samples behind their offsets.
+
+    Args:
+        each: whether each sample is compressed.
+    """
+
+    def __init__(self, path: Path, content: Content, samples: int, each: bool = False) -> None:
+        check_table(path, content, samples)
+        self.content = content
+        self._path, self._each = path, each
+
+    def place(self, number: int) -> Place:
+        begin, end = OFFSETS.unpack_from(self.content, 4 * number + 4)
+        # litdata 0.2.76 does not compress some samples, although its index says so.
+        if self._each and self.content[begin : begin + 4] == _ZSTD:
+            found = decompressed(self._path, self.content[begin:end], _ZST)
+            return found, 0, len(found)
+        return self.content, begin, end
+
+
+class FramedChunk:
+    """Samples in compressed frames; a process keeps those that it has read last."""
+
+    def __init__(self, path: Path, content: Content, samples: int, opened: Opened) -> None:
+        self._path, self._content, self._opened = path, content, opened
+        broken = UserError(f"{path} is truncated or damaged: its frames do not fit; copy it again")
+        try:
+            _, version, _, count, self._rows, frames = _HEAD.unpack_from(content)
+            self._offsets = np.frombuffer(content, "<u4", samples + 1, _HEAD.size).tolist()
+            table = range(_HEAD.size + 4 * (samples + 1), len(content), _FRAME.size)[:frames]
+            self._frames = [_FRAME.unpack_from(content, at) for at in table]
+        except (struct.error, ValueError):
+            raise broken from None
+        if version != 1:
+            raise UserError(f"{path} has frames of version {version}: only version 1 is read")
+        fits = count == samples and self._rows > 0 and len(self._frames) == frames
+        ends = [position + length for _, _, position, length, _ in self._frames]
+        if not fits or self._rows * frames < samples or max(ends, default=0) > len(content):
+            raise broken
+
+    def place(self, number: int) -> Place:
+        frame = number // self._rows
+        first, _, position, length, size = self._frames[frame]
+        key = str(self._path), frame
+        if (content := self._opened.get(key)) is None:
+            packed = self._content[position : position + length]
+            content = self._opened.add(key, decompressed(self._path, packed, _ZST), size)
+        before = self._offsets[first]
+        return content, self._offsets[number] - before, self._offsets[number + 1] - before
+
+
+class ArrowChunk:
+    """Rows of an Arrow file, or stream, at the end of a chunk.
+
+    Attributes:
+        size: in bytes of memory.
+    """
+
+    def __init__(self, path: Path, content: Content, samples: int) -> None:
+        try:
+            import pyarrow as pa
+        except ImportError:
+            raise UserError(f"{path} needs pyarrow: pip install 'hvdtrain[parquet]'") from None
+        end = len(content) - _FOOTER.size
+        length, _ = _FOOTER.unpack_from(content, end)
+        source = pa.py_buffer(content)[max(end - length, 0) : end]
+        opener = pa.ipc.open_file if source[:6].to_pybytes() == b"ARROW1" else pa.ipc.open_stream
+        try:
+            rows = opener(source).read_all()
+        except (pa.ArrowException, OSError) as error:
+            reason = " ".join(str(error).split()).partition(". ")[0]
+            raise UserError(f"{path} has no complete rows ({reason}): copy it again") from None
+        if len(rows) != samples:
+            raise UserError(
+                f"{path} has {len(rows)} rows, but {samples} in {INDEX}: copy the directory again"
+            )
+        self.size = rows.nbytes
+        batches = rows.to_batches()
+        self._starts = [0, *accumulate(map(len, batches))]
+        self._columns = [[*zip(rows.column_names, b.columns, strict=True)] for b in batches]
+
+    def row(self, number: int) -> dict[str, Any]:
+        batch = bisect_right(self._starts, number) - 1
+        row = number - self._starts[batch]
+        return {name: values[row].as_py() for name, values in self._columns[batch]}
+
+
+Chunk: TypeAlias = PlainChunk | FramedChunk | ArrowChunk
+
+
+def open_chunk(
+    path: Path, samples: int, size: int, each: bool, opened: Opened
+) -> tuple[Chunk, int]:
+    """Open a chunk, and return the bytes of memory that it occupies, too.
+
+    Args:
+        size: of its content in bytes, not compressed.
+        each: whether each sample is compressed.
+        opened: keeps decompressed frames.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    content, memory = map_file(path), 0
+    if content[:4] == _ZSTD:
+        content, memory = decompress_file(path, _ZST, size), size
+    if content[: len(_FRAMED)] == _FRAMED:
+        return FramedChunk(path, content, samples, opened), memory
+    if content[-len(_ARROW) :] == _ARROW:
+        rows = ArrowChunk(path, content, samples)
+        return rows, memory + rows.size
+    return PlainChunk(path, content, samples, each), memory

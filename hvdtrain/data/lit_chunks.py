@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -71,9 +71,10 @@ class FramedChunk:
             raise broken from None
         if version != 1:
             raise UserError(f"{path} has frames of version {version}: only version 1 is read")
-        fits = count == samples and self._rows > 0 and len(self._frames) == frames
-        ends = [position + length for _, _, position, length, _ in self._frames]
-        if not fits or self._rows * frames < samples or max(ends, default=0) > len(content):
+        fits = count == samples and len(self._frames) == frames and self._rows * frames >= samples
+        for number, (first, _, position, length, _) in enumerate(self._frames):
+            fits &= first == number * self._rows and position + length <= len(content)
+        if not fits or any(begin > end for begin, end in pairwise(self._offsets)):
             raise broken
 
     def place(self, number: int) -> Place:
@@ -82,7 +83,10 @@ class FramedChunk:
         key = str(self._path), frame
         if (content := self._opened.get(key)) is None:
             packed = self._content[position : position + length]
-            content = self._opened.add(key, decompressed(self._path, packed, _ZST), size)
+            content = decompressed(self._path, packed, _ZST)
+            if len(content) != size:
+                raise ValueError(f"its frame has {len(content)} bytes, not {size}")
+            self._opened.add(key, content, size)
         before = self._offsets[first]
         return content, self._offsets[number] - before, self._offsets[number + 1] - before
 

@@ -168,6 +168,8 @@ class _Nested:
         """Return dicts with the same keys; types have other numbers here."""
         count = self._length()
         keys = [self._text() for _ in range(self._length())]
+        if not keys:
+            raise ValueError("its dicts are empty")
         kinds = {0x10: 11, 0x11: 7, 0x12: 8, 0x13: 9, 0x14: 10}
         return [
             {key: self._kinds[kinds[self._bytes(1)[0]]]() for key in keys} for _ in range(count)

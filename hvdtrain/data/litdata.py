@@ -88,13 +88,14 @@ class LitSamples(Dataset[Any]):
         self._lengths = struct.Struct(f"<{len(names)}I")
         self._build, leaves = _builder(self._path, config.get("data_spec"))
         if leaves != len(names):
-            raise broken_index(self._path, f"data_spec has {leaves} leaves, data_format {names}")
+            raise broken_index(
+                self._path, f"data_spec has {leaves} leaves, data_format {len(names)}"
+            )
         chunks = [self._chunk_file(about) for about in index["chunks"]]
         self._chunks = [chunk for chunk in chunks if chunk.samples]
         if not self._chunks:
-            raise UserError(
-                f"{self._path / INDEX} has no samples, or no chunk with so many tokens as a window"
-            )
+            of_tokens = f", or no chunk with {self._window} tokens" if self._window else ""
+            raise UserError(f"{self._path / INDEX} has no samples{of_tokens}")
         self.shard_samples = np.array([chunk.samples for chunk in self._chunks], dtype=np.int64)
         self._starts: list[int] = np.cumsum([0, *self.shard_samples]).tolist()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -207,8 +208,17 @@ def test_what_is_not_read_is_named(name: str, message: str) -> None:
         MdsSamples("s3://bucket/mds", key="data")
 
 
+def test_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/datasets.md").read_text()
+    (example,) = re.findall(r"```python\n(from hvdtrain\.data\.mds .*?)```", page, re.DOTALL)
+    shutil.copytree(DATA / "merged", tmp_path / "mds")
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(example, found)
+    assert found["sample"] == {"text": "text 7 text 7 text 7 "}
+
+
 SCRIPT = """
-import sys
 import torch
 import hvdtrain
 from hvdtrain.data.mds import MdsSamples

@@ -141,6 +141,13 @@ class Opened:
         self._found[key] = value, size
         return value
 
+    def grow(self, key: Hashable, size: int) -> None:
+        """Count `size` more bytes for a value."""
+        if key in self._found:
+            value, before = self._found.pop(key)
+            self._bytes -= before
+            self.add(key, value, before + size)
+
 
 # --- values in a chunk, from one position to another --------------------------
 

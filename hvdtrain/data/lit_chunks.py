@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from bisect import bisect_right
-from itertools import accumulate, pairwise
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,7 +14,6 @@ from hvdtrain.data.chunks import (
     INDEX,
     OFFSETS,
     Content,
-    Opened,
     check_table,
     decompress_file,
     map_file,
@@ -30,9 +29,11 @@ _HEAD = struct.Struct("<8sHHIII")
 _FRAME = struct.Struct("<IIQII")
 # Length of Arrow's file, magic bytes.
 _FOOTER = struct.Struct("<I8s")
+_BATCH_ROWS = 256
 
 # Content, begin and end of a sample.
 Place: TypeAlias = tuple[Content, int, int]
+Grow: TypeAlias = Callable[[int], None]
 
 
 class PlainChunk:
@@ -57,10 +58,15 @@ class PlainChunk:
 
 
 class FramedChunk:
-    """Samples in compressed frames; a process keeps those that it has read last."""
+    """Samples in compressed frames, which stay decompressed.
 
-    def __init__(self, path: Path, content: Content, samples: int, opened: Opened) -> None:
-        self._path, self._content, self._opened = path, content, opened
+    Args:
+        grow: is called with the bytes of each decompressed frame.
+    """
+
+    def __init__(self, path: Path, content: Content, samples: int, grow: Grow) -> None:
+        self._path, self._content, self._grow = path, content, grow
+        self._found: dict[int, bytes] = {}
         broken = UserError(f"{path} is truncated or damaged: its frames do not fit; copy it again")
         try:
             _, version, _, count, self._rows, frames = _HEAD.unpack_from(content)
@@ -80,65 +86,64 @@ class FramedChunk:
     def place(self, number: int) -> Place:
         frame = number // self._rows
         first, _, position, length, size = self._frames[frame]
-        key = str(self._path), frame
-        if (content := self._opened.get(key)) is None:
-            packed = self._content[position : position + length]
-            content = decompressed(self._path, packed, _ZST)
+        if (content := self._found.get(frame)) is None:
+            content = decompressed(self._path, self._content[position : position + length], _ZST)
             if len(content) != size:
                 raise ValueError(f"its frame has {len(content)} bytes, not {size}")
-            self._opened.add(key, content, size)
+            self._found[frame] = content
+            self._grow(size)
         before = self._offsets[first]
         return content, self._offsets[number] - before, self._offsets[number + 1] - before
 
 
 class ArrowChunk:
-    """Rows of an Arrow file, or stream, at the end of a chunk.
+    """Rows of an Arrow file at the end of a chunk; batches that were read are kept.
 
-    Attributes:
-        size: in bytes of memory.
+    Args:
+        grow: is called with the bytes of memory of each batch; those of a file that is not
+            compressed are mapped.
     """
 
-    def __init__(self, path: Path, content: Content, samples: int) -> None:
+    def __init__(self, path: Path, content: Content, samples: int, grow: Grow) -> None:
         try:
             import pyarrow as pa
         except ImportError:
             raise UserError(f"{path} needs pyarrow: pip install 'hvdtrain[parquet]'") from None
+        self._grow, self._allocated = grow, pa.total_allocated_bytes
+        self._found: dict[int, list[tuple[str, pa.Array]]] = {}
         end = len(content) - _FOOTER.size
         length, _ = _FOOTER.unpack_from(content, end)
-        source = pa.py_buffer(content)[max(end - length, 0) : end]
-        opener = pa.ipc.open_file if source[:6].to_pybytes() == b"ARROW1" else pa.ipc.open_stream
         try:
-            rows = opener(source).read_all()
+            self._file = pa.ipc.open_file(pa.py_buffer(content)[max(end - length, 0) : end])
         except (pa.ArrowException, OSError) as error:
             reason = " ".join(str(error).split()).partition(". ")[0]
             raise UserError(f"{path} has no complete rows ({reason}): copy it again") from None
-        if len(rows) != samples:
-            raise UserError(
-                f"{path} has {len(rows)} rows, but {samples} in {INDEX}: copy the directory again"
-            )
-        self.size = rows.nbytes
-        batches = rows.to_batches()
-        self._starts = [0, *accumulate(map(len, batches))]
-        self._columns = [[*zip(rows.column_names, b.columns, strict=True)] for b in batches]
+        if self._file.num_record_batches != -(-samples // _BATCH_ROWS):
+            raise UserError(f"{path} does not have {samples} rows, as in {INDEX}: copy it again")
 
     def row(self, number: int) -> dict[str, Any]:
-        batch = bisect_right(self._starts, number) - 1
-        row = number - self._starts[batch]
-        return {name: values[row].as_py() for name, values in self._columns[batch]}
+        batch, row = divmod(number, _BATCH_ROWS)
+        if (columns := self._found.get(batch)) is None:
+            before = self._allocated()
+            rows = self._file.get_batch(batch)
+            # Without this check, a damaged batch may end the process.
+            rows.validate(full=True)
+            columns = [*zip(rows.schema.names, rows.columns, strict=True)]
+            self._found[batch] = columns
+            self._grow(self._allocated() - before)
+        return {name: values[row].as_py() for name, values in columns}
 
 
 Chunk: TypeAlias = PlainChunk | FramedChunk | ArrowChunk
 
 
-def open_chunk(
-    path: Path, samples: int, size: int, each: bool, opened: Opened
-) -> tuple[Chunk, int]:
+def open_chunk(path: Path, samples: int, size: int, each: bool, grow: Grow) -> tuple[Chunk, int]:
     """Open a chunk, and return the bytes of memory that it occupies, too.
 
     Args:
         size: of its content in bytes, not compressed.
         each: whether each sample is compressed.
-        opened: keeps decompressed frames.
+        grow: is called with the bytes that it occupies later.
 
     Raises:
         UserError: it cannot be read.
@@ -147,8 +152,7 @@ def open_chunk(
     if content[:4] == _ZSTD:
         content, memory = decompress_file(path, _ZST, size), size
     if content[: len(_FRAMED)] == _FRAMED:
-        return FramedChunk(path, content, samples, opened), memory
+        return FramedChunk(path, content, samples, grow), memory
     if content[-len(_ARROW) :] == _ARROW:
-        rows = ArrowChunk(path, content, samples)
-        return rows, memory + rows.size
+        return ArrowChunk(path, content, samples, grow), memory
     return PlainChunk(path, content, samples, each), memory

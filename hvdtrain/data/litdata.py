@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,7 +158,9 @@ class LitSamples(Dataset[Any]):
 
     def _chunk(self, number: int) -> Chunk:
         file = self._chunks[number]
-        chunk, size = open_chunk(file.path, file.items, file.size, self._each, self._opened)
+        chunk, size = open_chunk(
+            file.path, file.items, file.size, self._each, partial(self._opened.grow, number)
+        )
         if self._window is not None:
             tokens = file.tokens * self._token_bytes
             fits = isinstance(chunk, PlainChunk) and not self._each

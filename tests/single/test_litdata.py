@@ -26,6 +26,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from hvdtrain.data import chunks
 from hvdtrain.data.lit_leaves import leaf_decoder
 from hvdtrain.data.litdata import LitSamples
 from hvdtrain.errors import UserError
@@ -119,6 +120,18 @@ def test_bfloat16_tensors_are_read() -> None:
     assert torch.equal(leaf_decoder("data", "tensor")(headed, 0, len(headed)), values)
 
 
+@pytest.mark.parametrize("name", ["chunk", "batch", "texts_zstd", "small"])
+def test_content_that_memory_does_not_hold_is_read_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "_CACHE_BYTES", 1)
+    monkeypatch.setattr(chunks, "_OPEN_FILES", 1)
+    samples = opened(name)
+    for index in np.random.default_rng(0).permutation(len(samples)).tolist():
+        assert canonical(samples[index]) == EXPECTED[name][index]
+    assert len(samples._opened._found) == 1
+
+
 def test_fingerprint_changes_with_content_and_not_with_the_place(tmp_path: Path) -> None:
     path = copied(tmp_path, "small")
     before = opened("small", tmp_path).fingerprint()
@@ -193,6 +206,7 @@ def test_what_is_not_read_is_named(name: str, message: str) -> None:
         ("batch", 24 + 84 + 72 + 4, r"chunk-0-0\.bin cannot be decompressed"),
         ("sample", 88 + 4, r"chunk-0-0\.bin cannot be decompressed"),
         ("rows", -30, r"chunk-0-0\.bin has no complete rows \(.*\): copy it again"),
+        ("rows", 1262, r"chunk-0-0\.bin: sample 1 is damaged \(.*\): copy it again"),
     ],
 )
 def test_damaged_chunks_are_refused(tmp_path: Path, name: str, at: int, message: str) -> None:

@@ -63,6 +63,7 @@ class ArrowRows(Dataset[dict[str, Any]]):
         # The columns of each batch.
         self._columns_of: list[list[tuple[str, pa.Array]]] = []
         self._starts = [0]  # rows before each batch, and all rows
+        self._checked = set[int]()  # batches
         self._open()
 
     def _open(self) -> None:
@@ -85,7 +86,7 @@ class ArrowRows(Dataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickled, the batches would be copied.
-        return {**self.__dict__, "_columns_of": [], "_starts": [0]}
+        return {**self.__dict__, "_columns_of": [], "_starts": [0], "_checked": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -99,12 +100,11 @@ class ArrowRows(Dataset[dict[str, Any]]):
             raise IndexError(index)
         batch = bisect_right(self._starts, index) - 1
         row = index - self._starts[batch]
-        try:
-            return {name: values[row].as_py() for name, values in self._columns_of[batch]}
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{self.where(index)} has text that is not UTF-8 ({error}): write it again"
-            ) from None
+        if batch not in self._checked:
+            for _, values in self._columns_of[batch]:
+                check_values(values, self.where(index))
+            self._checked.add(batch)
+        return {name: values[row].as_py() for name, values in self._columns_of[batch]}
 
     def where(self, index: int) -> str:
         """Location such as "data.arrow: row 7", for messages."""
@@ -116,6 +116,17 @@ class ArrowRows(Dataset[dict[str, Any]]):
     def fingerprint(self) -> Fingerprint:
         """16 hex digits that change with the files' names, numbers of rows, or content."""
         return of_files(self._paths, self.shard_samples.tolist())
+
+
+def check_values(values: pa.Array, where: str) -> None:
+    """Raise UserError if the content of an array is damaged, which would end the process."""
+    import pyarrow as pa
+
+    try:
+        values.validate(full=True)
+    except pa.ArrowInvalid as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{where} is damaged ({reason}): write it again") from None
 
 
 # Columns of tokens by their usual names; else the only column of lists of integers.
@@ -137,6 +148,7 @@ def token_lists(key: str, path: DataFile) -> Iterator[tuple[NDArray[Any], NDArra
     for batch in batches(path):
         column = column or _token_column(key, path, batch.schema)
         lists = batch.column(column)
+        check_values(lists, f"{key}: {path}: {column}")
         if lists.null_count or lists.flatten().null_count:
             raise UserError(f"{key}: {path}: {column} has null: remove such rows")
         lengths = lists.value_lengths().to_numpy(zero_copy_only=False)

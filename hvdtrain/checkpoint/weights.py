@@ -27,10 +27,12 @@ class Weights:
         tensors: by name, on the CPU.
         facts: config.json of the same directory; of Megatron-LM its arguments, with the
             "model_type" megatron; empty if there is none.
+        adapters: these are the weights of PEFT's adapters only, without those of the frozen model.
     """
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any] = field(default_factory=dict)
+    adapters: bool = False
 
 
 def read_weights(path: Path) -> Weights:

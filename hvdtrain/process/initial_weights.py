@@ -52,6 +52,8 @@ _NOT_THIS_MODEL = "the weights are not this model's"
 def copy_weights(model: nn.Module, found: Weights, where: Path) -> int:
     """Copy weights into a model by name; return the number of tensors.
 
+    Adapters need not have the weights of frozen parameters, which stay as they are.
+
     Raises:
         UserError: names or shapes do not match the model.
     """
@@ -69,8 +71,12 @@ def _copy(model: nn.Module, found: Weights) -> tuple[int, str]:
     fit = [name for name in own if name in tensors and tensors[name].shape == own[name].shape]
     other = [name for name in own if name in tensors and name not in fit]
     shapes = [f"{n} {list(tensors[n].shape)} instead of {list(own[n].shape)}" for n in other]
+    missing = [name for name in own if name not in tensors]
+    if found.adapters:
+        trained = {plain_name(n) for n, p in model.named_parameters() if p.requires_grad}
+        missing = [name for name in missing if name in trained]
     differences = [
-        _listed("missing", [name for name in own if name not in tensors]),
+        _listed("missing", missing),
         _listed("unexpected", [name for name in tensors if name not in own]),
         _listed("of another shape", shapes),
     ]
@@ -82,6 +88,9 @@ def _copy(model: nn.Module, found: Weights) -> tuple[int, str]:
 def converted(model: nn.Module, found: Weights) -> dict[str, Tensor]:
     """Return tensors of another program by the names in a model, as far as they are known."""
     tensors = found.tensors
+    if found.adapters:  # PEFT saves them without the name of the adapter
+        names = {name.replace(".default", ""): name for name in model_tensors(model)}
+        return {names.get(name, name): tensor for name, tensor in tensors.items()}
     if isinstance(model, GPT):
         known = found.facts.get("model_type") in (None, MEGATRON)
         convert = to_gpt_names if known else from_huggingface

@@ -283,6 +283,42 @@ def _continue_transformers(name: str, directory: Path) -> None:
     )
 
 
+def _adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = llama()
+    torch.manual_seed(4)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def _train_peft(path: Path) -> Iterator[float]:
+    """Adapters of PEFT, with an optimizer of one group."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        str(path), max_steps=STEPS, save_steps=SAVED_AT, logging_steps=1, seed=42,
+        per_device_train_batch_size=GLOBAL, report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    model = _adapted()
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    data = Samples(_tokens, 6 * GLOBAL)
+    trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, schedule))
+    trainer.train()
+    shutil.rmtree(path / f"checkpoint-{STEPS}")
+    yield from (line["loss"] for line in trainer.state.log_history if "loss" in line)
+
+
+def _continue_peft(name: str, directory: Path) -> None:
+    model = _adapted()
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    keys = {"loader.order": "torch", "seed": 42, "optim.clip_norm": 1.0}
+    data = Samples(_tokens, 6 * GLOBAL)
+    loss: Loss = lambda model, batch: model(**batch).loss  # noqa: E731
+    _continue(name, directory, model, optimizer, data, loss, scheduler, keys=keys)
+
+
 # --- Accelerate ---------------------------------------------------------------
 
 
@@ -482,6 +518,7 @@ TRAINERS: dict[str, tuple[Callable[[Path], Iterator[float]], Callable[[str, Path
     "nanogpt.pt": (_train_nanogpt, _continue_nanogpt),
     "script.pt": (_train_script, _continue_script),
     "transformers": (_train_transformers, _continue_transformers),
+    "peft": (_train_peft, _continue_peft),
     "accelerate": (_train_accelerate, _continue_adam),
     "torchtitan": (_kept(_DATA / "torchtitan-0.3.0/run"), _continue_torchtitan),
     "megatron": (_kept(_DATA / "megatron-core-0.16.1"), _continue_megatron),

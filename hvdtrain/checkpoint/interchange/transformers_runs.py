@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ def read_trainer(path: Path) -> OtherRun | None:
             f"{path} has no optimizer.pt: it was saved with save_only_model, or sharded by FSDP or "
             "DeepSpeed; its weights alone can begin a run (run.init_from)"
         )
-    weights = read_weights(path)
+    adapters = path / "adapter_model.safetensors"
+    weights = replace(read_weights(adapters), adapters=True) if adapters.exists() else None
+    weights = weights or read_weights(path)
     facts = weights.facts
     scheduler = path / "scheduler.pt"
     run = OtherRun(
@@ -50,7 +53,7 @@ def read_trainer(path: Path) -> OtherRun | None:
         step=step,
         weights=weights,
         optimizers=checked_optimizers(path / "optimizer.pt", [read_pickled(path / "optimizer.pt")]),
-        numbering=lambda: _numbering(facts),
+        numbering=None if weights.adapters else lambda: _numbering(facts),
         schedulers=[read_pickled(scheduler)] if scheduler.exists() else [],
     )
     _add_order(run, path, state)

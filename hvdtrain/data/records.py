@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -28,10 +30,11 @@ from hvdtrain.data.index import Format, open_indexes
 from hvdtrain.data.order import Indices
 from hvdtrain.data.remote import ByteRanges, DataFile, open_file
 from hvdtrain.errors import UserError
-from hvdtrain.untrusted import parse_json
+from hvdtrain.untrusted import parse_json, parse_yaml, read_regular
 
 _NEWLINE = ord("\n")
 _CHUNK_BYTES = 1 << 24
+_MOST_SHARDS = 1 << 20
 
 
 class Files:
@@ -141,7 +144,9 @@ class TarShards(_Records):
     def __init__(
         self, patterns: Sequence[str], cache: str | None = None, key: str = "TarShards"
     ) -> None:
-        super().__init__(Files(patterns, TAR, cache, key))
+        files = Files(patterns, TAR, cache, key)
+        _check_splits(key, [path for path in files.paths if isinstance(path, Path)])
+        super().__init__(files)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         path, _, content = self._read(index)
@@ -155,6 +160,59 @@ class TarShards(_Records):
         except tarfile.TarError as error:
             raise _broken_shard(path, error) from None
         return sample
+
+
+# Of a directory that megatron-energon has prepared: which shards belong to which split.
+_SPLITS = ".nv-meta/split.yaml"
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+
+def _check_splits(key: str, paths: Sequence[Path]) -> None:
+    """Refuse the shards of several splits of one directory, which are all in one place.
+
+    Raises:
+        UserError: as above, or a shard was excluded, in part or as a whole.
+    """
+    for directory in sorted({above for path in paths for above in [*path.parents][:3]}):
+        try:
+            content = parse_yaml(read_regular(directory / _SPLITS))
+            parts = {
+                str(split): {name for listed in names or () for name in _in_range(listed)}
+                for split, names in content["split_parts"].items()
+            }
+            excluded = [
+                name for listed in content.get("exclude") or () for name in _in_range(listed)
+            ]
+        except OSError:
+            continue
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"{directory / _SPLITS} is not megatron-energon's: {error}") from None
+        own = {
+            path.relative_to(directory).as_posix() for path in paths if directory in path.parents
+        }
+        used = [split for split, names in parts.items() if names & own]
+        if len(used) > 1:
+            raise UserError(
+                f"{key}: {directory} has the splits {' and '.join(used)} ({_SPLITS}): name the "
+                f"shards of one, such as {min(parts[used[0]] & own)}"
+            )
+        left_out = [name for name in excluded if name in own or name.rpartition("/")[0] in own]
+        if left_out:
+            raise UserError(
+                f"{key}: {directory / _SPLITS} excludes {left_out[0]}: name other shards, or write "
+                "this one again without it"
+            )
+
+
+def _in_range(name: str) -> list[str]:
+    """The names that a pattern such as shard_{00..09}.tar stands for."""
+    found = _RANGE.search(name)
+    if found is None:
+        return [name]
+    first, last = found.groups()
+    numbers = range(int(first), min(int(last), int(first) + _MOST_SHARDS) + 1)
+    begin, end = name[: found.start()], name[found.end() :]
+    return [more for n in numbers for more in _in_range(f"{begin}{n:0{len(first)}}{end}")]
 
 
 def _members(content: bytes) -> list[tuple[str, bytes]]:

@@ -334,6 +334,26 @@ def test_broken_sample_of_a_shard_is_named(
         [data.train[i] for i in range(6)]
 
 
+def test_shards_of_several_splits_are_refused(tmp_path: Path) -> None:
+    """As megatron-energon lists them: all shards of a dataset may lie in one directory."""
+    for number in range(12):
+        _tar(tmp_path / f"data/shard_{number:02}.tar", [("1.cls", b"1")])
+    splits = tmp_path / ".nv-meta/split.yaml"
+    splits.parent.mkdir()
+    text = "split_parts:\n  train: ['data/shard_{00..09}.tar', data/shard_11.tar]\n"
+    splits.write_text(f"{text}  val: [data/shard_10.tar]\n  test: []\nexclude: []\n")
+    with pytest.raises(UserError, match=r"has the splits train and val .* data/shard_00\.tar"):
+        TarShards([str(tmp_path)])
+    assert len(TarShards([f"{tmp_path}/data/shard_0*.tar"])) == 10
+    assert len(TarShards([f"{tmp_path}/data/shard_10.tar"])) == 1
+    splits.write_text(f"{text}exclude: [data/shard_03.tar/7]\n")
+    with pytest.raises(UserError, match=r"excludes data/shard_03\.tar/7: name other shards"):
+        TarShards([f"{tmp_path}/data/shard_0*.tar"])
+    splits.write_text("split_parts: 3\n")
+    with pytest.raises(UserError, match=r"split\.yaml is not megatron-energon's"):
+        TarShards([f"{tmp_path}/data/shard_0*.tar"])
+
+
 def test_tar_shards_require_the_number_of_classes() -> None:
     with pytest.raises(ValueError, match=r"needs image\.classes"):
         ImageTaskConfig(data=ImageDataConfig(train="a/*.tar"))

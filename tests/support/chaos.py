@@ -154,12 +154,16 @@ class ChaosJob:
         """Return the forked children of ranks, including children that outlived their ranks."""
         return [p for p in self.cluster.ranks() if _name(p.pid) == HELPER]
 
-    def ask_for_helper(self, rank: Process) -> None:
-        """Return when the rank has forked a process."""
+    def has_helper(self, rank: Process) -> bool:
+        """Ask a rank to fork a process; False: it takes no step, such as a spare."""
         wish = self._directory / f"fork-{_number(rank)}"
         wish.touch()
         # The process may be starting, which takes a while on a busy machine.
-        poll(lambda: not wish.exists(), 90, "the helper process")
+        with suppress(AssertionError):
+            poll(lambda: not wish.exists(), 90, "the helper process")
+            return True
+        wish.unlink(missing_ok=True)
+        return False
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl so far."""
@@ -287,8 +291,8 @@ def _kill(job: ChaosJob, choice: random.Random) -> str:
 
 
 def _kill_with_helper(job: ChaosJob, choice: random.Random) -> str:
-    victim = choice.choice(job.ranks())
-    job.ask_for_helper(victim)
+    ranks = job.ranks()
+    victim = next(rank for rank in choice.sample(ranks, len(ranks)) if job.has_helper(rank))
     job.cluster.kill([victim])
     return named(victim)
 

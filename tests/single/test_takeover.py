@@ -318,7 +318,12 @@ def test_checkpoints_that_cannot_be_continued_are_refused_in_a_line(
     assert "expected a checkpoint with an optimizer" in _refused(REPOSITORY / "docs")
     assert "there is no such file" in _refused(tmp_path / "none")
     (tmp_path / "run/checkpoints").mkdir(parents=True)
+    assert "expected a checkpoint with an optimizer" in _refused(tmp_path / "run")
+    (tmp_path / "run/checkpoints/step_00000003").mkdir()
     assert "is hvdtrain's own: continue it with --run.resume" in _refused(tmp_path / "run")
+    torch.save({**uncounted, "step": 3, "scheduler": "cosine"}, tmp_path / "named.pt")
+    left = read_other_run(tmp_path / "named.pt").left
+    assert left == ["'scheduler' of the file, which is not a state_dict()"]
 
 
 @pytest.mark.parametrize(

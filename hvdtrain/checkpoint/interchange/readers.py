@@ -33,7 +33,8 @@ def read_other_run(path: Path) -> OtherRun:
     """
     if not os.path.exists(path):  # also of a name that is too long
         raise UserError(f"{path}: there is no such file or directory")
-    if (path / "checkpoints").is_dir() or (path / STATE).exists():
+    # Others have directories of this name, too, but not with such checkpoints in them.
+    if any((path / "checkpoints").glob("step_*")) or (path / STATE).exists():
         raise UserError(f"{path} is hvdtrain's own: continue it with --run.resume, or its --run.id")
     try:
         for read in READERS:

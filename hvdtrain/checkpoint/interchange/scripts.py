@@ -79,6 +79,8 @@ def read_script(path: Path) -> OtherRun | None:
         run.global_size = _nanogpt_batch(content.get("config"))
         config = content.get("config")
         run.clip_norm = real(config.get("grad_clip")) if isinstance(config, Mapping) else None
+    if len(schedulers) < len([one for one in found if one is not None]):
+        run.left.append(f"{scheduler!r} of the file, which is not a state_dict()")
     run.left += [f"{name!r} of the file" for name in sorted(content.keys() - used, key=str)]
     return run
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -49,10 +50,16 @@ class TokenWindows(Dataset[Tensor]):
         self._vocab_size = vocab_size
         self._documents = documents
         self._signed = any(array.dtype.kind == "i" for array in arrays)
+        dtypes = {array.dtype for array in arrays}
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64)
         self.starts = np.cumsum([0] + [len(a) for a in arrays])
         self._starts: list[int] = self.starts.tolist()
         self._mapped: list[Any] = [a.mapped if isinstance(a, FileTokens) else a for a in arrays]
         self.tokens = int(self.starts[-1])
+        # All samples, if they are in one array in memory or in a mapped file.
+        self._rows: TokenArray | None = None
+        if len(self._mapped) == 1 and isinstance(self._mapped[0], np.ndarray) and len(self):
+            self._rows = sliding_window_view(self._mapped[0], context + 1)[::context]
         first_samples = np.minimum(-(-self.starts // context), len(self))
         self.shard_samples = np.diff(first_samples).astype(np.int64)
 
@@ -74,19 +81,26 @@ class TokenWindows(Dataset[Tensor]):
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
         """Return several samples."""
         width = self.context + 1
-        samples = np.empty((len(indices), 1 + self._documents, width), dtype=np.int64)
-        for sample, index in zip(samples, indices, strict=True):
-            start = index * self.context
-            self._read(start, start + width, sample[0])
-            if self._documents:
-                sample[1] = self._numbers(start, start + width)
-        tokens = samples[:, 0]
+        tokens = self._windows(indices).astype(np.int64, copy=False)
         if self._vocab_size is not None and (largest := int(tokens.max())) >= self._vocab_size:
             raise self._beyond(indices, int(tokens.argmax()), largest)
         if self._signed and (smallest := int(tokens.min())) < 0:
             raise self._beyond(indices, int(tokens.argmin()), smallest)
-        found = torch.from_numpy(samples)
-        return list(found if self._documents else found[:, 0])
+        if self._documents:
+            starts = (index * self.context for index in indices)
+            numbers = [self._numbers(start, start + width) for start in starts]
+            return [*torch.from_numpy(np.stack([tokens, numbers], axis=1)).unbind()]
+        return [*torch.from_numpy(tokens).unbind()]
+
+    def _windows(self, indices: Sequence[int]) -> TokenArray:
+        """Return (samples, context + 1) tokens of the arrays' type, to be converted all at once."""
+        if self._rows is not None:
+            return self._rows[indices]
+        width = self.context + 1
+        windows = np.empty((len(indices), width), dtype=self._dtype)
+        for window, index in zip(windows, indices, strict=True):
+            self._read(index * self.context, index * self.context + width, window)
+        return windows
 
     def _beyond(self, indices: Sequence[int], at: int, token: int) -> UserError:
         """The error for a token outside the vocabulary; `at`: its place in these samples."""
@@ -101,7 +115,7 @@ class TokenWindows(Dataset[Tensor]):
             "token numbers have gaps"
         )
 
-    def _read(self, start: int, stop: int, out: NDArray[np.int64]) -> None:
+    def _read(self, start: int, stop: int, out: TokenArray) -> None:
         i = bisect_right(self._starts, start) - 1
         if stop <= self._starts[i + 1]:  # as almost always
             out[:] = self._mapped[i][start - self._starts[i] : stop - self._starts[i]]

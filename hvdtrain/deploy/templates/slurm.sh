@@ -63,6 +63,9 @@ else
 fi
 # srun inherits all of sbatch's options except this one.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+# Otherwise the barrier at the end of MPI_Init waits for no other node if there are fewer nodes than
+# Slurm's TreeWidth, and the first message of a fast rank ends a slow one by SIGSEGV.
+export SLURM_PMIX_FENCE=${SLURM_PMIX_FENCE:-ring}
 
 # The options of the MPI on PATH; nodes come from the allocation. Bound to one core, a rank would
 # share it with Horovod's thread.

@@ -44,6 +44,13 @@ class _Drawing(Dataset[Tensor]):
         return torch.tensor([index, torch.rand(()), np.random.rand(), random.random()])
 
 
+class _Large(_Drawing):
+    """Samples whose memory is shared with the rank."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(1 << 17)
+
+
 class _Broken(_Drawing):
     def __getitem__(self, index: int) -> Tensor:
         raise UserError("sample 7 is broken: repair it")
@@ -158,6 +165,68 @@ def test_workers_are_forked_whatever_start_method_the_script_sets(method: str) -
         multiprocessing.set_start_method(before, force=True)
 
 
+_TENSORS = {
+    "scalar": lambda: torch.tensor(1.5, dtype=torch.float64),
+    "bfloat16": lambda: torch.randn(3, 5).bfloat16(),
+    "bool": lambda: torch.rand(7) > 0.5,
+    "complex": lambda: torch.randn(4, dtype=torch.complex64),
+    "conjugate": lambda: torch.randn(4, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.randn(4, dtype=torch.complex64).conj().imag,
+    "large conjugate": lambda: torch.randn(1 << 17, dtype=torch.complex64).conj(),
+    "float8": lambda: torch.randn(8).to(torch.float8_e4m3fn),
+    "quantized": lambda: torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8),
+    "empty": lambda: torch.empty(0, 3),
+    "large": lambda: torch.randn(1 << 17),
+    "channels last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(3, 5).T,
+    "gradient": lambda: torch.randn(3, requires_grad=True),
+    "parameter": lambda: torch.nn.Parameter(torch.randn(3)),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]),
+}
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The values as bytes; torch.equal lacks some dtypes."""
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).clone().view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", _TENSORS)
+def test_tensors_come_from_workers_as_the_dataset_made_them(name: str) -> None:
+    class Made(_Drawing):
+        def __getitem__(self, index: int) -> Any:
+            return _TENSORS[name]()
+
+    def batches(workers: int) -> list[Any]:
+        loading = Loading(LoaderConfig(workers), collate=list)
+        assigned = Assignment(1, Group(0, 1))
+        loader = TrainLoader(Made(), 0, BatchConfig(2, 2), assigned, 5, loading)
+        found = [batch for step in range(2) for batch in loader.next_step(step)]
+        loader.close()
+        return found
+
+    for alone, ahead in zip(batches(0), batches(1), strict=True):
+        for made, came in zip(alone, ahead, strict=True):
+            assert type(came) is type(made)
+            for fact in ("dtype", "layout", "requires_grad", "is_nested", "is_quantized"):
+                assert getattr(came, fact) == getattr(made, fact)
+            if made.layout is torch.strided and not made.is_nested:
+                assert came.shape == made.shape
+                assert came.stride() == made.stride() or made.is_neg()
+                if not made.is_quantized:
+                    assert torch.equal(_bytes(came), _bytes(made))
+                    came.detach().zero_()  # writable
+            elif made.layout is torch.sparse_coo:
+                assert torch.equal(came.to_dense(), made.to_dense())
+
+
+def test_small_tensors_of_workers_need_no_descriptor_of_the_rank() -> None:
+    loader = _loader(_Drawing(), 1)
+    kept = [batch for step in range(50) for batch in loader.next_step(step)]
+    assert kept and not any(batch.is_shared() for batch in kept)
+    loader.close()
+
+
 def test_worker_that_cannot_send_a_sample_ends_the_wait_of_its_rank() -> None:
     class Functions(_Drawing):
         def __getitem__(self, index: int) -> Any:
@@ -187,7 +256,7 @@ def test_workers_refuse_a_temporary_directory_with_a_long_path(
     fits = Path("/tmp", f"hvdtrain-{os.getpid()}".ljust(longest - len("/tmp/"), "x"))
     fits.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(fits))
-    loader = _loader(_Drawing(), 1)
+    loader = _loader(_Large(), 1)
     try:
         assert len(next(loader.next_step(0))) == 2
     finally:

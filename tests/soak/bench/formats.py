@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,33 @@ def _megatron(directory: Path) -> Pair:
     return own, TokenWindows(arrays, CONTEXT, 50_000), "shuffled"
 
 
+def _gpt_dataset(directory: Path) -> Pair:
+    """The dataset that Megatron trains on: also masks and positions, and labels of their own."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.utils import Split
+
+    directory = directory / "gpt"
+    directory.mkdir()
+    _, ours, order = _megatron(directory)
+    path = str(directory / "tokens")
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=CONTEXT,
+        blend=([path], None),
+        split="1,0,0",
+        tokenizer=SimpleNamespace(eod=0, pad=0, vocab_size=50_000, unique_identifiers={}),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        path_to_cache=str(directory / "cache"),
+    )
+    documents = np.arange(SAMPLES, dtype=np.int32)
+    own = GPTDataset(IndexedDataset(path), path, documents, SAMPLES - 1, Split.train, config)
+    return own, ours, order
+
+
 def _arrow(directory: Path) -> Pair:
     import datasets
 
@@ -157,7 +185,8 @@ def _hdf5(directory: Path) -> Pair:
 
 
 _FORMATS: dict[str, Callable[[Path], Pair]] = {
-    "Megatron": _megatron, "Arrow": _arrow, "Zarr": _zarr, "HDF5": _hdf5,
+    "Megatron": _megatron, "Megatron, GPTDataset": _gpt_dataset, "Arrow": _arrow,
+    "Zarr": _zarr, "HDF5": _hdf5,
 }  # fmt: skip
 
 

@@ -82,6 +82,8 @@ class DcpDirectory:
 
     Args:
         path: the directory.
+        values: whether `tensors` reads them; False: only those of one value, and the others are on
+            the meta device.
 
     Attributes:
         names: of all that it contains.
@@ -90,8 +92,9 @@ class DcpDirectory:
         UserError: it is not such a directory.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, values: bool = True) -> None:
         self._path = path
+        self._values = values
         with self._described():
             self._index = _read_index(path / DCP_INDEX)
         self.names = [*self._index.state_dict_metadata]
@@ -106,15 +109,17 @@ class DcpDirectory:
             UserError: the directory is not complete.
         """
         with self._described():
-            tensors = {
-                name: torch.empty(found.size, dtype=found.properties.dtype)
-                for name, found in self._index.state_dict_metadata.items()
-                if isinstance(found, TensorStorageMetadata) and wanted(name)
-            }
+            tensors = {}
+            for name, found in self._index.state_dict_metadata.items():
+                if isinstance(found, TensorStorageMetadata) and wanted(name):
+                    device = "cpu" if self._values or found.size.numel() == 1 else "meta"
+                    dtype = found.properties.dtype
+                    tensors[name] = torch.empty(found.size, dtype=dtype, device=device)
+            read = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 reader = _DcpReader(self._path, self._index)
-                dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+                dcp.load(read, storage_reader=reader, no_dist=True)
         return tensors
 
     def value(self, name: str) -> Any:

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError("keys of the configuration require --out RUN")
         from hvdtrain.checkpoint.interchange.readers import read_other_run
 
-        print(printable_lines("\n".join(_lines(read_other_run(args.path)))))
+        print(printable_lines("\n".join(_lines(read_other_run(args.path, values=False)))))
         return 0
     from hvdtrain.config import parse
 

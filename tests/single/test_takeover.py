@@ -99,6 +99,33 @@ def test_command_describes_a_checkpoint(sources: Path, capsys: pytest.CaptureFix
     ]
 
 
+@pytest.mark.parametrize("source", ["torchtitan-0.3.0/run", "megatron-core-0.16.1"])
+def test_description_does_not_read_the_tensors_of_a_sharded_checkpoint(source: str) -> None:
+    path = REPOSITORY / "tests/data" / source
+    whole, described = read_other_run(path), read_other_run(path, values=False)
+    for name, tensor in whole.weights.tensors.items():
+        other = described.weights.tensors[name]
+        assert (other.is_meta, other.shape, other.dtype) == (True, tensor.shape, tensor.dtype)
+    assert described.step == whole.step and described.groups() == whole.groups()
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix", "last"),
+    [("transformers", "checkpoint-", "trainer_state.json"), ("torchtitan", "step-", ".metadata")],
+)
+def test_newest_complete_checkpoint_is_taken_over(
+    sources: Path, tmp_path: Path, kind: str, prefix: str, last: str
+) -> None:
+    source = sources / kind
+    if kind == "torchtitan":
+        source = REPOSITORY / "tests/data/torchtitan-0.3.0/run"
+    shutil.copytree(source, tmp_path / "run")
+    (tmp_path / "run" / f"{prefix}11").mkdir()
+    found = read_other_run(tmp_path / "run")
+    assert found.path.name == f"{prefix}10"
+    assert f"{prefix}11: it is not complete (no {last})" in found.left
+
+
 def test_trainers_optimizer_numbers_parameters_as_expected(
     sources: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from hvdtrain.checkpoint.foreign import (
     megatron_arguments,
     newest_of_megatron,
 )
-from hvdtrain.checkpoint.interchange.other_run import OtherRun
+from hvdtrain.checkpoint.interchange.other_run import OtherRun, newest_in
 from hvdtrain.checkpoint.pickled import UNEXPECTED, first_line, read_object, read_pickled
 from hvdtrain.checkpoint.weights import Weights
 from hvdtrain.errors import UserError
@@ -33,20 +33,24 @@ _TITAN_STEP = "train_state.step"
 _UNIVERSAL = "latest_universal"
 
 
-def read_dcp_run(path: Path) -> OtherRun | None:
+def read_dcp_run(path: Path, values: bool = True) -> OtherRun | None:
     """Read a directory of torch.distributed.checkpoint, or the newest `step-N` in `path`.
+
+    Args:
+        values: of tensors; False: they are on the meta device, but for single numbers.
 
     Raises:
         UserError: it is not complete, or has no optimizer.
     """
     if not path.is_dir():
         return None
+    incomplete: list[str] = []
     if not (path / DCP_INDEX).exists():
-        inside = [p for p in path.iterdir() if re.fullmatch(r"step-\d+", p.name)]
-        if not inside:
+        newest = newest_in(path, "step-", DCP_INDEX)
+        if newest is None:
             return None
-        path = max(inside, key=lambda one: int(one.name.partition("-")[2]))
-    directory = DcpDirectory(path)
+        path, incomplete = newest
+    directory = DcpDirectory(path, values)
     state = {f"{m[1]}/{m[2]}": name for name in directory.names if (m := _STATE.fullmatch(name))}
     if not state:
         raise UserError(
@@ -67,7 +71,10 @@ def read_dcp_run(path: Path) -> OtherRun | None:
         weights=Weights(tensors),
         by_name=by_name,
         options=_dcp_options(directory),
-        left=sorted(f"{name}.*" for name in others if not f"{name}.".startswith(known)),
+        left=[
+            *incomplete,
+            *sorted(f"{name}.*" for name in others if not f"{name}.".startswith(known)),
+        ],
     )
     if of_titan is not None:
         run.order = "torchtitan reads a stream, whose position is not kept (dataloader.*)"
@@ -107,8 +114,11 @@ _OF_MEGATRON = re.compile(r"optimizer\.state\.([^.]+)\.(.+)")
 _MASTERS = ("fp32_param", "param")  # weights of the optimizer, more precise than the model's
 
 
-def read_megatron_core(path: Path) -> OtherRun | None:
+def read_megatron_core(path: Path, values: bool = True) -> OtherRun | None:
     """Read Megatron-LM's checkpoint in its format torch_dist, or the newest one in `path`.
+
+    Args:
+        values: as of `read_dcp_run`.
 
     Raises:
         UserError: it is not complete, or its optimizer does not name parameters.
@@ -117,7 +127,7 @@ def read_megatron_core(path: Path) -> OtherRun | None:
     common = path / "common.pt"
     if not common.exists():
         return None
-    content, directory = read_pickled(common), DcpDirectory(path)
+    content, directory = read_pickled(common), DcpDirectory(path, values)
     saved: dict[str, dict[str, Tensor]] = {}
     for name, tensor in directory.tensors(lambda _: True).items():
         found = _OF_MEGATRON.fullmatch(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +62,27 @@ class OtherRun:
         if self.by_name is not None:
             return [*self.options]
         return [group for state in self.optimizers for group in state["param_groups"]]
+
+
+def newest_in(path: Path, prefix: str, last: str) -> tuple[Path, list[str]] | None:
+    """Find the newest complete checkpoint in a directory of numbered ones.
+
+    Args:
+        prefix: of their names, before the number.
+        last: the file that the trainer writes last.
+
+    Returns:
+        Its path, or that of the newest one if none is complete, and a phrase for each newer one
+        that is not, as in `OtherRun.left`; None: there are none.
+    """
+    names = re.compile(re.escape(prefix) + r"(\d+)")
+    numbered = {int(m[1]): one for one in path.iterdir() if (m := names.fullmatch(one.name))}
+    if not numbered:
+        return None
+    complete = [number for number, one in numbered.items() if (one / last).exists()]
+    newest = max(complete or numbered)
+    newer = [numbered[number].name for number in sorted(numbered) if number > newest]
+    return numbered[newest], [f"{name}: it is not complete (no {last})" for name in newer]
 
 
 def counted_steps(optimizers: Iterable[StateDict]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from hvdtrain.checkpoint.interchange.named import read_dcp_run, read_deepspeed, read_megatron_core
@@ -14,19 +15,25 @@ from hvdtrain.checkpoint.layout import STATE
 from hvdtrain.checkpoint.pickled import UNEXPECTED, first_line
 from hvdtrain.errors import UserError
 
-# Each returns None if a path is not of its format. A further format is one more row.
-READERS: tuple[Callable[[Path], OtherRun | None], ...] = (
-    read_trainer,
-    read_accelerate,
-    read_megatron_core,
-    read_dcp_run,
-    read_deepspeed,
-    read_script,
-)
+
+def _readers(values: bool) -> tuple[Callable[[Path], OtherRun | None], ...]:
+    """Each returns None if a path is not of its format. A further format is one more row."""
+    return (
+        read_trainer,
+        read_accelerate,
+        partial(read_megatron_core, values=values),
+        partial(read_dcp_run, values=values),
+        read_deepspeed,
+        read_script,
+    )
 
 
-def read_other_run(path: Path) -> OtherRun:
+def read_other_run(path: Path, values: bool = True) -> OtherRun:
     """Read the checkpoint of another trainer, onto the CPU; nothing in it is executed.
+
+    Args:
+        values: of tensors; False: for a description, without which tensors may be on the meta
+            device. Files of `torch.save` are mapped, so their values are read when they are used.
 
     Raises:
         UserError: it is none, or is not complete.
@@ -37,7 +44,7 @@ def read_other_run(path: Path) -> OtherRun:
     if any((path / "checkpoints").glob("step_*")) or (path / STATE).exists():
         raise UserError(f"{path} is hvdtrain's own: continue it with --run.resume, or its --run.id")
     try:
-        for read in READERS:
+        for read in _readers(values):
             run = read(path)
             if run is not None:
                 return run

@@ -10,7 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hvdtrain.checkpoint.interchange.other_run import OtherRun, checked_optimizers, counted_steps
+from hvdtrain.checkpoint.interchange.other_run import (
+    OtherRun,
+    checked_optimizers,
+    counted_steps,
+    newest_in,
+)
 from hvdtrain.checkpoint.pickled import UNEXPECTED, Inert, read_pickled
 from hvdtrain.checkpoint.weights import Weights, read_weights
 from hvdtrain.errors import UserError
@@ -27,11 +32,12 @@ def read_trainer(path: Path) -> OtherRun | None:
     """
     if not path.is_dir():
         return None
+    left: list[str] = []
     if not (path / _TRAINER_STATE).exists():
-        inside = [p for p in path.iterdir() if re.fullmatch(r"checkpoint-\d+", p.name)]
-        if not inside:
+        newest = newest_in(path, "checkpoint-", _TRAINER_STATE)
+        if newest is None:
             return None
-        path = max(inside, key=lambda one: int(one.name.partition("-")[2]))
+        path, left = newest
     try:
         state = read_json(path / _TRAINER_STATE)
         step = int(state["global_step"])
@@ -55,6 +61,7 @@ def read_trainer(path: Path) -> OtherRun | None:
         optimizers=checked_optimizers(path / "optimizer.pt", [read_pickled(path / "optimizer.pt")]),
         numbering=None if weights.adapters else lambda: _numbering(facts),
         schedulers=[read_pickled(scheduler)] if scheduler.exists() else [],
+        left=left,
     )
     _add_order(run, path, state)
     if (path / "scaler.pt").exists():

@@ -18,7 +18,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from tests.support.faults import assert_clean
 from tests.support.job import poll
-from tests.support.runs import losses, metrics, start, train
+from tests.support.runs import REPOSITORY, losses, metrics, start, train
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ def test_curve_is_bitwise_that_of_json_lines_on_any_ranks(
 
 
 FLAGS = (
-    "--run.id run --train.duration 16 --batch.global_size 6 --batch.micro_size 2"
+    "--run.id run --batch.global_size 6 --batch.micro_size 2"
     " --loader.workers 1 --loader.order sequential --loader.shuffle_buffer 24"
     " --checkpoint.every 1 --telemetry.port 0"
 )
@@ -89,6 +89,8 @@ import torch
 import hvdtrain
 from hvdtrain.data.arrays import ArrayWindows
 from hvdtrain.data.arrow import ArrowRows
+from hvdtrain.data.litdata import LitSamples
+from hvdtrain.data.mds import MdsSamples
 from hvdtrain.data.records import JsonLines
 
 class Values(torch.utils.data.Dataset):
@@ -100,11 +102,14 @@ class Values(torch.utils.data.Dataset):
         return len(self.rows)
     def __getitem__(self, index):
         row = self.rows[index]
-        return torch.tensor([float(row["number"])])
+        number = row[1] if isinstance(row, tuple) else row["number"]
+        return torch.tensor([float(number)])
 
 kind, path = os.environ["TEST_DATA"].split(":")
 if kind == "arrays":
     rows = ArrayWindows(path, ["number"], "dim_0")
+elif kind in ("mds", "litdata"):
+    rows = {"mds": MdsSamples, "litdata": LitSamples}[kind](path)
 else:
     rows = {"arrow": ArrowRows, "lines": JsonLines}[kind]([path])
 torch.manual_seed(0)
@@ -119,8 +124,14 @@ with hvdtrain.training(model, optimizer, Values(rows), metrics=["sum"]) as train
 """
 
 
+# By the libraries themselves, see test_mds.py and test_litdata.py.
+WRITTEN = {"mds": "mds-0.13.0/merged", "litdata": "litdata-0.2.76/small"}
+
+
 def _numbers(directory: Path, kind: str) -> str:
-    """Write the numbers 0 to 95; return what the script needs."""
+    """Write the numbers 0 to 95, or find those from 0 to 39; return what the script needs."""
+    if kind in WRITTEN:
+        return f"{kind}:{REPOSITORY / 'tests/data' / WRITTEN[kind]}"
     if kind == "arrays":
         with h5py.File(directory / "a.h5", "w") as file:
             file.create_dataset("number", data=np.arange(96, dtype=np.float32), chunks=(10,))
@@ -134,11 +145,14 @@ def _numbers(directory: Path, kind: str) -> str:
     return f"lines:{directory / 'a.jsonl.zst'}"
 
 
-@pytest.mark.parametrize("kind", ["arrays", "arrow", "lines"])
+@pytest.mark.parametrize("kind", ["arrays", "arrow", "lines", *WRITTEN])
 def test_each_sample_is_used_once_through_a_kill_in_an_own_loop(tmp_path: Path, kind: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    flags = [*FLAGS.split(), "--run.root", str(tmp_path / "runs")]
+    samples, epochs = (40, 3) if kind in WRITTEN else (96, 1)
+    steps = samples * epochs // 6
+    where = ["--run.root", str(tmp_path / "runs"), "--train.duration", str(steps)]
+    flags = [*FLAGS.split(), *where]
     env = {"TEST_DATA": _numbers(tmp_path, kind)}
     command, directory = [sys.executable, str(script)], tmp_path / "runs/run"
     job = start(tmp_path / "killed", flags, "gloo:2", env, command)
@@ -150,6 +164,7 @@ def test_each_sample_is_used_once_through_a_kill_in_an_own_loop(tmp_path: Path, 
     done = start(tmp_path / "continued", flags, "gloo:3", env, command).wait(90)
     assert done.returncode == 0, done
     lines = metrics(directory)
-    assert [line["step"] for line in lines] == list(range(1, 17))
-    assert sum(3 * line["sum"] for line in lines) == sum(range(96)), "a sample twice, or never"
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    expected = epochs * sum(range(samples))
+    assert sum(3 * line["sum"] for line in lines) == expected, "a sample twice, or never"
     assert_clean(directory)

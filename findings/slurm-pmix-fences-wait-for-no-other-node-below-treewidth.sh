@@ -22,11 +22,16 @@ if [ "${1:-}" != inside ]; then
     mkdir "$directory/root"
     (
         cd "$directory"
-        apt-get download -qq {slurmd,slurmctld,slurm-client,slurm-wlm-basic-plugins}=22.05.8-4+deb12u3 \
+        slurm=22.05.8-4+deb12u3
+        apt-get download -qq {slurmd,slurmctld,slurm-client,slurm-wlm-basic-plugins}=$slurm \
             libpmix2=4.2.2-1+deb12u1 munge libmunge2 libhwloc15 libevent-core-2.1-7 \
             libevent-pthreads-2.1-7 libdbus-1-3 libjson-c5 liblua5.1-0 libltdl7 libnuma1 liblz4-1 \
             libyaml-0-2 libpam0g libreadline8
         for package in *.deb; do dpkg -x "$package" root; done
+        cp -a root/lib/. root/usr/lib/
+        for daemon in slurmd slurmctld slurmstepd; do # links of the packages' own scripts
+            ln -sf "$daemon-wlm" "root/usr/sbin/$daemon"
+        done
     )
     # The processes of all daemons end with the process namespace.
     unshare --mount --pid --fork --kill-child --mount-proc bash "$0" inside "$directory"
@@ -59,7 +64,7 @@ munged --force --key-file="$directory/key" --socket=/run/munge/munge.socket.2 \
 measure() { # name, configuration
     cat > "$SLURM_CONF" <<END
 ClusterName=test
-SlurmctldHost=$(hostname)
+SlurmctldHost=$(hostname -s)
 SlurmUser=root
 AuthType=auth/munge
 ProctrackType=proctrack/linuxproc
@@ -71,8 +76,8 @@ SlurmdSpoolDir=$directory/%n
 TmpFS=$directory/%n/tmp
 SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd-%n.pid
-NodeName=one NodeHostname=$(hostname) Port=17001 CPUs=2
-NodeName=two NodeHostname=$(hostname) Port=17002 CPUs=2
+NodeName=one NodeHostname=$(hostname -s) Port=17001 CPUs=2
+NodeName=two NodeHostname=$(hostname -s) Port=17002 CPUs=2
 PartitionName=all Nodes=ALL Default=YES
 $2
 END
@@ -82,8 +87,13 @@ END
         slurmd -D -N "$node" > "$directory/$node.log" 2>&1 &
         daemons="$daemons $!"
     done
-    until [ "$(sinfo --noheader --states=idle --format=%D 2> /dev/null)" = 2 ]; do sleep 1; done
-    waited=$(timeout 60 srun --mpi=pmix --nodes=2 --ntasks=2 "${PYTHON:-python3}" "$directory/rank.py")
+    for _ in $(seq 60); do
+        [ "$(sinfo --noheader --states=idle --format=%D 2> /dev/null)" != 2 ] || break
+        sleep 1
+    done
+    waited=$(
+        timeout 60 srun --mpi=pmix --nodes=2 --ntasks=2 "${PYTHON:-python3}" "$directory/rank.py"
+    )
     echo "$1: $waited"
     kill $daemons
     wait $daemons || true

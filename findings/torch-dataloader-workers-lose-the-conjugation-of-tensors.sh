@@ -34,12 +34,12 @@ def loaded(workers):
     loader = DataLoader(Conjugates(), batch_size=None, num_workers=workers)
     conjugate, imaginary = next(iter(loader))
     print(f"num_workers={workers}:", conjugate.tolist(), imaginary.tolist())
-    return conjugate.tolist()
+    return conjugate.tolist(), imaginary.tolist()
 
 
 if __name__ == "__main__":
     alone, ahead = loaded(0), loaded(1)
-    assert alone == [1 - 2j, 3 + 4j], alone
-    assert ahead == [1 + 2j, 3 - 4j], ahead
+    assert alone == ([1 - 2j, 3 + 4j], [-2.0, 4.0]), alone
+    assert ahead == ([1 + 2j, 3 - 4j], [2.0, -4.0]), ahead
 END
 "$directory/venv/bin/python" "$directory/loaded.py"

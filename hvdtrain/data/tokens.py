@@ -95,7 +95,7 @@ class TokenWindows(Dataset[Tensor]):
     def _windows(self, indices: Sequence[int]) -> TokenArray:
         """Return (samples, context + 1) tokens of the arrays' type, to be converted all at once."""
         if self._rows is not None:
-            return self._rows[indices]
+            return self._rows[np.asarray(indices, dtype=np.int64)]
         width = self.context + 1
         windows = np.empty((len(indices), width), dtype=self._dtype)
         for window, index in zip(windows, indices, strict=True):

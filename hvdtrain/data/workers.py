@@ -19,18 +19,19 @@ from multiprocessing import context, popen_fork, process, queues, reduction, uti
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.runtime.signals import blocked, survive
 
+# Sending a tensor takes less time than sharing its memory up to about 400 KiB.
+_SENT_BYTES = 1 << 18
 _PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
 # Tensors are passed through sockets in the directory of temporary files. Longest path of a socket,
 # in bytes (unix(7)), and what multiprocessing appends to the directory's path.
 _SOCKET_PATH = 107
-# Sending a tensor takes less time than sharing its memory up to about 400 KiB.
-_SENT_BYTES = 1 << 18
 _SOCKET_NAME = len("/pymp-12345678/listener-12345678")
 
 
@@ -117,17 +118,25 @@ def _reduce(tensor: torch.Tensor) -> tuple[Any, ...]:
 
     torch shares memory instead, for which the rank opens a connection to the worker per tensor.
     """
-    tensor = tensor.resolve_conj().resolve_neg()  # otherwise torch loses the sign
-    plain = tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
-    special = tensor.requires_grad or tensor.is_quantized or not tensor.is_contiguous()
-    if not plain or special or not 0 < tensor.nbytes <= _SENT_BYTES:
+    dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    if not dense or tensor.device.type != "cpu":
+        return reduce_tensor(tensor)
+    if tensor.is_leaf and (tensor.is_conj() or tensor.is_neg()):  # torch loses the sign
+        resolved = tensor.detach().resolve_conj().resolve_neg()
+        tensor = resolved.requires_grad_(tensor.requires_grad)
+    small = tensor.is_contiguous() and 0 < tensor.nbytes <= _SENT_BYTES
+    if not small or tensor.requires_grad:
         return reduce_tensor(tensor)
     content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return _tensor_of, (content, tensor.dtype, tuple(tensor.shape))
+    return _tensor_of, (content, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-def _tensor_of(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
+def _tensor_of(
+    content: bytes, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    memory = torch.empty(len(content), dtype=torch.uint8)  # aligned as all of torch's
+    memory.numpy()[:] = np.frombuffer(content, np.uint8)
+    return memory.view(dtype).as_strided(shape, stride)
 
 
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

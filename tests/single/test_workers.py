@@ -181,6 +181,11 @@ _TENSORS = {
     "transposed": lambda: torch.randn(3, 5).T,
     "gradient": lambda: torch.randn(3, requires_grad=True),
     "parameter": lambda: torch.nn.Parameter(torch.randn(3)),
+    "one channel": lambda: torch.randn(2, 1, 4, 4).to(memory_format=torch.channels_last),
+    "conjugate with gradient": lambda: (
+        torch.randn(3, dtype=torch.complex64).conj().requires_grad_()
+    ),
+    "compressed": lambda: torch.eye(3).to_sparse_csr(),
     "sparse": lambda: torch.eye(3).to_sparse(),
     "nested": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]),
 }
@@ -215,8 +220,9 @@ def test_tensors_come_from_workers_as_the_dataset_made_them(name: str) -> None:
                 assert came.stride() == made.stride() or made.is_neg()
                 if not made.is_quantized:
                     assert torch.equal(_bytes(came), _bytes(made))
+                    assert came.data_ptr() % 64 == 0
                     came.detach().zero_()  # writable
-            elif made.layout is torch.sparse_coo:
+            elif not made.is_nested:
                 assert torch.equal(came.to_dense(), made.to_dense())
 
 

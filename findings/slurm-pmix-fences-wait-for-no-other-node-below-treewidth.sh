@@ -34,7 +34,7 @@ if [ "${1:-}" != inside ]; then
         done
     )
     # The processes of all daemons end with the process namespace.
-    unshare --mount --pid --fork --kill-child --mount-proc bash "$0" inside "$directory"
+    timeout 300 unshare --mount --pid --fork --kill-child --mount-proc bash "$0" inside "$directory"
     exit
 fi
 directory=$2
@@ -42,7 +42,7 @@ mount -t overlay overlay -o "lowerdir=$directory/root/usr:/usr" /usr
 mount -t tmpfs tmpfs /run
 export SLURM_CONF=$directory/slurm.conf
 cat > "$directory/rank.py" <<'END'
-import ctypes, os, time
+import ctypes, time
 pmix = ctypes.CDLL("libpmix.so.2")
 process = ctypes.create_string_buffer(256 + 4)  # pmix_proc_t: name space and rank
 assert pmix.PMIx_Init(process, None, 0) == 0

@@ -267,8 +267,8 @@ def test_signal_to_the_job_saves_requeues_and_resumes(
 
 
 @only_srun
-def test_ranks_wait_for_all_nodes_at_the_end_of_mpi_init(one_job: SlurmRun) -> None:
-    """Without the variable, one in some hundred starts ends in a segmentation fault."""
+def test_srun_gets_the_variable_with_which_mpi_init_waits_for_all_nodes(one_job: SlurmRun) -> None:
+    """Without it, one in some hundred starts ends in a segmentation fault."""
     one_job.wait_for_steps()
     found = [Path(f"/proc/{rank.pid}/environ").read_bytes() for rank in one_job.ranks()]
     assert found and all(b"\0SLURM_PMIX_FENCE=ring\0" in environment for environment in found)
